@@ -1,0 +1,99 @@
+"""Where tokens and compressed entries stand in their documents.
+
+Ops work on flat tokens: a micro-batch of `b` rows of `s` tokens is T = b*s tokens, batch-major (row 0 first).
+Rows and packed documents are the same thing here: intervals of the flat axis that never see each other.
+Padding is a document of its own whose tokens are not alive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """The compressed entries of one ratio. C = T // ratio slots, the unused ones last and `valid_C` false.
+
+    Entry j of a document pools its tokens [j*ratio, (j+1)*ratio); trailing tokens make no entry (SPEC 8.4).
+    Entries of one document are contiguous. What token t sees is [first_T[t], first_T[t] + num_visible_T[t]).
+    """
+
+    ratio: int
+    token_C: Tensor  # int64 flat index of the entry's first token
+    position_C: Tensor  # int64 document-local position of that token: the entry's rotary position
+    valid_C: Tensor  # bool
+    first_T: Tensor  # int64 first entry of the token's document
+    num_visible_T: Tensor  # int64 floor((position + 1) / ratio)
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Document layout of T flat tokens."""
+
+    start_T: Tensor  # int64 flat index of the first token of the token's document
+    position_T: Tensor  # int64 document-local position
+    alive_T: Tensor  # bool; False: padding
+    image_T: Tensor  # bool; True for every token of an image span
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.start_T.shape[0]
+
+    def window_start(self, window: int) -> Tensor:
+        """Flat index of the oldest window key of every token, int64 [T]: `window` keys with the token itself."""
+        here = torch.arange(self.num_tokens, device=self.start_T.device)
+        return torch.maximum(self.start_T, here - (window - 1))
+
+    def entries(self, ratio: int) -> Entries:
+        """Entries of `ratio` over these documents."""
+        num_tokens, device = self.num_tokens, self.start_T.device
+        completes_T = (self.position_T + 1) % ratio == 0  # the last token of a group
+        num_before_T = completes_T.long().cumsum(0) - completes_T.long()
+        capacity = num_tokens // ratio
+        token_C = torch.zeros(capacity, dtype=torch.int64, device=device)
+        valid_C = torch.zeros(capacity, dtype=torch.bool, device=device)
+        # Fixed shapes, no host sync: each token writes its entry's slot or the spill slot past the end.
+        slot_T = torch.where(completes_T, num_before_T, capacity)
+        here = torch.arange(num_tokens, device=device)
+        token_C = torch.cat([token_C, token_C.new_zeros(1)]).scatter(0, slot_T, here - (ratio - 1))[:capacity]
+        valid_C = torch.cat([valid_C, valid_C.new_zeros(1)]).scatter(0, slot_T, completes_T)[:capacity]
+        return Entries(
+            ratio=ratio,
+            token_C=token_C,
+            position_C=self.position_T[token_C] if num_tokens else token_C,
+            valid_C=valid_C,
+            first_T=num_before_T[self.start_T],
+            num_visible_T=(self.position_T + 1) // ratio,
+        )
+
+
+def documents_from_ids(document_ids_BS: Tensor, alive_BS: Tensor, image_BS: Tensor) -> Documents:
+    """Layout of b rows of s tokens. A document is a run of equal `document_ids_BS` (any integers) within one row.
+
+    All arguments [b, s]; alive and image are bool. Dead tokens always stand apart from living ones.
+    """
+    rows, seq = document_ids_BS.shape
+    key = document_ids_BS.long() * 2 + alive_BS.long()
+    begins_BS = torch.ones_like(alive_BS)
+    begins_BS[:, 1:] = key[:, 1:] != key[:, :-1]
+    here_T = torch.arange(rows * seq, device=key.device)
+    start_T = torch.where(begins_BS.reshape(-1), here_T, 0).cummax(0).values
+    return Documents(start_T, here_T - start_T, alive_BS.reshape(-1), image_BS.reshape(-1))
+
+
+def documents_from_lengths(lengths: list[list[int]], seq: int, device: torch.device | None = None) -> Documents:
+    """Layout from document lengths per row. What a row's lengths leave of `seq` is padding."""
+    rows = len(lengths)
+    ids = torch.full((rows, seq), -1, dtype=torch.int64, device=device)
+    for row, row_lengths in enumerate(lengths):
+        if sum(row_lengths) > seq:
+            raise ValueError(f"row {row}: document lengths {row_lengths} exceed the sequence length {seq}")
+        begin = 0
+        for number, length in enumerate(row_lengths):
+            ids[row, begin : begin + length] = number
+            begin += length
+    return documents_from_ids(ids, ids >= 0, torch.zeros_like(ids, dtype=torch.bool))

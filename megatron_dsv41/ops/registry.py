@@ -1,0 +1,80 @@
+"""Which implementation of an op runs: chosen by name when the model is built, never by probing, never in silence."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_dsv41.config import nearest
+
+# op -> provider -> "module:function". Every op has "ref", the definition; other providers have the same signature.
+# Provider modules are imported when they are chosen, so optional packages stay optional.
+PROVIDERS: dict[str, dict[str, str]] = {
+    "csa2.sparse_attend": {"ref": "megatron_dsv41.ops.csa2.ref:sparse_attend"},
+    "csa2.pool": {"ref": "megatron_dsv41.ops.csa2.ref:pool"},
+    "csa2.select": {"ref": "megatron_dsv41.ops.csa2.ref:select"},
+    "csa2.index_loss": {"ref": "megatron_dsv41.ops.csa2.ref:index_loss"},
+    "mhc.coefficients": {"ref": "megatron_dsv41.ops.mhc.ref:coefficients"},
+    "mhc.collapse": {"ref": "megatron_dsv41.ops.mhc.ref:collapse"},
+    "mhc.expand": {"ref": "megatron_dsv41.ops.mhc.ref:expand"},
+    "engram.gate": {"ref": "megatron_dsv41.ops.engram.ref:gate"},
+    "rope.rotate": {"ref": "megatron_dsv41.ops.rope.ref:rotate"},
+    "quant.fake_fp8": {"ref": "megatron_dsv41.ops.quant.ref:fake_fp8"},
+    "quant.fake_mxfp4": {"ref": "megatron_dsv41.ops.quant.ref:fake_mxfp4"},
+    "quant.fake_fp4": {"ref": "megatron_dsv41.ops.quant.ref:fake_fp4"},
+    "routing.route": {"ref": "megatron_dsv41.ops.routing.ref:route"},
+    "routing.swiglu": {"ref": "megatron_dsv41.ops.routing.ref:swiglu"},
+    "routing.rms_norm": {"ref": "megatron_dsv41.ops.routing.ref:rms_norm"},
+}
+
+
+def providers(op: str) -> tuple[str, ...]:
+    """Names of every implementation of `op`."""
+    if op not in PROVIDERS:
+        raise ValueError(f"no op {op!r}{nearest(op, set(PROVIDERS))}")
+    return tuple(PROVIDERS[op])
+
+
+def load(op: str, provider: str) -> Callable[..., Any]:
+    """The function behind one provider. ValueError for unknown names, ImportError naming a missing package."""
+    if provider not in providers(op):
+        raise ValueError(f"op {op} has no provider {provider!r}; it has {', '.join(providers(op))}")
+    module, function = PROVIDERS[op][provider].split(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        raise ImportError(f"op {op}: provider {provider!r} needs the package {error.name!r}: {error}") from error
+
+
+class Ops:
+    """The chosen implementation of every op. `ops["csa2.sparse_attend"](...)` calls it.
+
+    `choice` maps an op, or a family such as "csa2", or "*" to a provider; the most specific entry wins.
+    """
+
+    def __init__(self, choice: Mapping[str, str] | None = None):
+        choice = dict(choice or {})
+        families = {op.split(".")[0] for op in PROVIDERS}
+        for key in choice:
+            if key != "*" and key not in PROVIDERS and key not in families:
+                raise ValueError(f"ops.{key} is neither an op nor a family{nearest(key, set(PROVIDERS) | families)}")
+        self.chosen = {op: self._provider(op, choice) for op in PROVIDERS}
+        self._functions = {op: load(op, provider) for op, provider in self.chosen.items()}
+
+    @staticmethod
+    def _provider(op: str, choice: Mapping[str, str]) -> str:
+        if op in choice:
+            return choice[op]
+        wide = choice.get(op.split(".")[0], choice.get("*", "ref"))
+        # A family or "*" choice names the preferred provider; ops that it does not cover stay on the definition,
+        # which the start-up table shows.
+        return wide if wide in PROVIDERS[op] else "ref"
+
+    def __getitem__(self, op: str) -> Callable[..., Any]:
+        return self._functions[op]
+
+    def table(self) -> str:
+        """op -> provider, one line each, for the start-up log."""
+        width = max(map(len, self.chosen))
+        return "\n".join(f"{op:<{width}}  {provider}" for op, provider in sorted(self.chosen.items()))

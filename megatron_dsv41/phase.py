@@ -1,0 +1,28 @@
+"""The switches of one phase of training: what the same model computes differently from phase to phase (DESIGN 6)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Behaviour of the forward pass that is not architecture. The defaults are the released inference function."""
+
+    window_kv_fp8: bool = True  # fake-quantize window KV, SPEC 10.1
+    main_kv_fp4: bool = True  # fake-quantize compressed KV, SPEC 10.3
+    index_mxfp4: bool = True  # fake-quantize index queries and keys, SPEC 10.2
+    hsi: bool = True  # Reindex layers select inside the candidate pool, SPEC 8.6
+    yarn: bool = True  # frequency scaling in compressed layers, SPEC 8.2
+    index_loss: Literal["off", "dense", "sparse"] = "off"  # indexer objective, SPEC 9
+    index_loss_weight: float = 1.0
+    balance_loss_weight: float = 1e-4  # sequence-wise balance loss, SPEC 11.2
+    router_bias_speed: float = 1e-3  # aux-free bias step per optimizer step, SPEC 11.2
+
+    def __post_init__(self) -> None:
+        if self.index_loss not in ("off", "dense", "sparse"):
+            raise ValueError(f"phase.index_loss must be off, dense or sparse, got {self.index_loss!r}")
+        for key in ("index_loss_weight", "balance_loss_weight", "router_bias_speed"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"phase.{key} must not be negative, got {getattr(self, key)}")
