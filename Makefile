@@ -1,0 +1,34 @@
+# `make` alone lists the targets. All of them create or reuse .venv in the checkout.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-gpu lint format clean-demo
+PY := .venv/bin/python
+BIN := .venv/bin
+SHELL := /bin/bash
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup:  ## create or update .venv (PYTHON=/path/to/python3.12 picks the interpreter)
+	@bash tools/setup_env.sh
+
+demo: setup  ## train a small model on real text, interrupt and resume it, export it, plot it (minutes)
+	@$(PY) examples/demo.py $(ARGS)
+
+test: setup lint  ## lint, type check and every test that needs no GPU
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -m "not gpu" $(ARGS)
+
+test-gpu: setup  ## the tests that need a GPU
+	@$(PY) -m pytest -q -m gpu $(ARGS)
+
+lint: setup  ## ruff, pyright, import contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+
+format: setup  ## rewrite the sources in the project's format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean-demo:  ## delete what `make demo` wrote
+	@rm -rf demo
