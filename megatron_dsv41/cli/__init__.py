@@ -1,7 +1,7 @@
 """The `dsv41` command. Each sub-command is a module of this package, imported when it is asked for.
 
-A command module has `HELP` (one line), `add_arguments(parser)` and `run(args) -> int`. The listing reads HELP from
-the source text, so `dsv41 --help` imports neither torch nor any command.
+A command module has `HELP` (one line), `add_arguments(parser)` and `run(args) -> int`. The listing reads HELP
+from the source text, so `dsv41 --help` imports neither torch nor any command.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ def overview() -> str:
         "usage: dsv41 COMMAND [arguments]\n\n"
         "Trains DeepSeek-V4.1-Flash family models on stock Megatron-core.\n\n"
         f"commands:\n{lines}\n\n"
-        "`dsv41 COMMAND --help` explains one. `--traceback` (or DSV41_TRACEBACK=1) shows where an error came from.\n"
+        "`dsv41 COMMAND --help` explains one.\n"
+        "`--traceback` (or DSV41_TRACEBACK=1) shows where an error came from.\n"
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 1 the command's own 'no', 2 a mistake in what was asked."""
+    """Run one command and return its exit status: 0 done, 1 the command says no, 2 a mistake in what was asked."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments or os.environ.get("DSV41_TRACEBACK") == "1"
     arguments = [a for a in arguments if a != "--traceback"]
@@ -57,10 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
-        print(f"dsv41: no command {command!r}{nearest(command, set(COMMANDS))} (dsv41 --help lists them)", file=sys.stderr)
+        print(
+            f"dsv41: no command {command!r}{nearest(command, set(COMMANDS))} (dsv41 --help lists them)",
+            file=sys.stderr,
+        )
         return 2
     try:
         return _run(command, rest)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except USER_ERRORS as error:
         if show_traceback:
             traceback.print_exc()
