@@ -1,0 +1,433 @@
+"""One training run as one typed value: read from a YAML file, changed by `section.key=value`, written back.
+
+Every mistake is a ValueError that names the key: an unknown key (with the nearest known one), a value of the wrong
+type, parts that do not fit together. What a backend cannot do is refused by the backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from megatron_dsv41 import presets
+from megatron_dsv41.config import DSV41Config, nearest
+from megatron_dsv41.phase import Phase
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """The architecture: a preset name, or a config.json (or the folder that holds one), with changed fields."""
+
+    preset: str | None = None
+    path: str | None = None
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.preset is None) == (self.path is None):
+            raise ValueError("model needs exactly one of model.preset and model.path")
+        if self.preset is not None and self.preset not in presets.PRESETS:
+            known = set(presets.PRESETS)
+            raise ValueError(
+                f"model.preset {self.preset!r} does not exist{nearest(self.preset, known)}; "
+                f"presets: {', '.join(sorted(known))}"
+            )
+
+    def config(self) -> DSV41Config:
+        """The architecture that this section describes."""
+        base = presets.PRESETS[self.preset]() if self.preset else DSV41Config.load(typing.cast(str, self.path))
+        return base.with_overrides(self.overrides)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How many ways each axis is split. Data parallelism is what the others leave of the world."""
+
+    tp: int = 1
+    sp: bool = False  # sequence parallelism over the tp group
+    pp: int = 1
+    vpp: int = 1  # virtual stages per pipeline rank
+    layout: str | None = None  # Megatron's pipeline layout string, such as "Et|tttL"
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1  # tensor parallelism inside experts
+    shadow_indexers: Literal["auto", "always", "never"] = "auto"
+
+    def __post_init__(self) -> None:
+        for key in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"parallel.{key} must be at least 1, got {getattr(self, key)}")
+        if self.sp and self.tp == 1:
+            raise ValueError("parallel.sp splits the sequence over the tp group: it needs parallel.tp > 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """Prepared token files (`dsv41 prep`) and the tokenizer they were made with."""
+
+    train: dict[str, float]  # prefix -> weight; a plain string or a list of prefixes is also understood
+    valid: dict[str, float] = dataclasses.field(default_factory=dict)
+    tokenizer: str | None = None  # folder or tokenizer.json; None: the one named by the prepared files
+    seq_length: int
+    workers: int = 0
+    cache: str | None = None  # folder of Megatron's sample indices; None: inside the run's folder
+
+    def __post_init__(self) -> None:
+        if not self.train:
+            raise ValueError("data.train is empty: name at least one prefix of prepared .bin/.idx files")
+        if self.seq_length < 1:
+            raise ValueError(f"data.seq_length must be positive, got {self.seq_length}")
+        for split in ("train", "valid"):
+            for prefix, weight in getattr(self, split).items():
+                if not weight > 0:
+                    raise ValueError(f"data.{split}: the weight of {prefix} must be positive, got {weight}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The global batch, in sequences or in tokens, and how many sequences one forward pass takes."""
+
+    micro: int = 1
+    sequences: int | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.sequences is None) == (self.tokens is None):
+            raise ValueError("batch needs exactly one of batch.sequences and batch.tokens")
+        for key in ("micro", "sequences", "tokens"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"batch.{key} must be positive, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """The update rule."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = 2.6e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-20
+    weight_decay: float = 0.1
+    clip: float = 1.0  # global gradient norm; 0: no clipping
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"optimizer.lr must be positive, got {self.lr}")
+        for key in ("beta1", "beta2"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f"optimizer.{key} must be in [0, 1), got {getattr(self, key)}")
+        for key in ("eps", "weight_decay", "clip"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"optimizer.{key} must not be negative, got {getattr(self, key)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning rate over the run: linear warm-up, a stable part, a cosine to `min_lr`, then constant (SPEC 17).
+
+    Lengths are in `unit`. `cosine: null` takes all that warm-up and stable leave.
+    """
+
+    unit: Literal["steps", "tokens"] = "steps"
+    warmup: int = 0
+    stable: int = 0
+    cosine: int | None = None
+    min_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("warmup", "stable", "cosine", "min_lr"):
+            value = getattr(self, key)
+            if value is not None and value < 0:
+                raise ValueError(f"schedule.{key} must not be negative, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Length, precision and start of the run."""
+
+    steps: int | None = None
+    tokens: int | None = None
+    seed: int = 1
+    precision: Literal["fp32", "bf16"] = "bf16"
+    recompute: Literal["none", "block"] = "none"
+    init_from: str | None = None  # a released Hugging Face folder; None: from scratch
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.tokens is None):
+            raise ValueError("train needs exactly one of train.steps and train.tokens")
+        for key in ("steps", "tokens", "seed"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"train.{key} must be positive, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Where the run lives: checkpoints, metrics and the wandb run id."""
+
+    folder: str
+    interval: int | None = None  # steps; None: only at the end
+    keep: int | None = None  # newest checkpoints to keep; None: all
+    resume: bool = True  # continue from the newest complete checkpoint in `folder`; False: the folder must be new
+    optimizer: bool = True  # save the optimizer state too
+
+    def __post_init__(self) -> None:
+        for key in ("interval", "keep"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"checkpoint.{key} must be positive, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Logging:
+    """Progress lines, metrics.jsonl and wandb."""
+
+    interval: int = 10
+    wandb: Literal["online", "offline", "off"] = "off"
+    project: str = "megatron-dsv41"
+    entity: str | None = None
+    name: str | None = None
+    tags: tuple[str, ...] = ()
+    megatron: bool = False  # also print what Megatron prints
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ValueError(f"logging.interval must be positive, got {self.interval}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eval:
+    """Validation during the run."""
+
+    interval: int | None = None  # steps; None: no validation
+    batches: int = 1  # global batches per validation
+
+    def __post_init__(self) -> None:
+        for key in ("interval", "batches"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"eval.{key} must be positive, got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A whole run. Derived sizes are methods, so that they are computed in one place."""
+
+    model: Model
+    data: Data
+    batch: Batch
+    train: Train
+    checkpoint: Checkpoint
+    phase: Phase = dataclasses.field(default_factory=Phase)
+    ops: dict[str, str] = dataclasses.field(default_factory=dict)
+    parallel: Parallel = dataclasses.field(default_factory=Parallel)
+    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)
+    logging: Logging = dataclasses.field(default_factory=Logging)
+    eval: Eval = dataclasses.field(default_factory=Eval)
+    megatron: dict[str, Any] = dataclasses.field(default_factory=dict)  # further Megatron arguments, by their names
+
+    def __post_init__(self) -> None:
+        if self.batch.tokens is not None and self.batch.tokens % self.data.seq_length:
+            raise ValueError(
+                f"batch.tokens {self.batch.tokens} is not a multiple of data.seq_length {self.data.seq_length}"
+            )
+        if self.train.tokens is not None and self.train.tokens < self.tokens_per_step:
+            raise ValueError(f"train.tokens {self.train.tokens} is less than one step of {self.tokens_per_step} tokens")
+        if self.eval.interval is not None and not self.data.valid:
+            raise ValueError("eval.interval is set but data.valid is empty: name the validation prefixes")
+        if self.schedule.min_lr > self.optimizer.lr:
+            raise ValueError(f"schedule.min_lr {self.schedule.min_lr} exceeds optimizer.lr {self.optimizer.lr}")
+        warmup, stable, cosine = self.lr_steps
+        if warmup + stable + cosine > self.steps:
+            raise ValueError(
+                f"schedule: warmup {warmup} + stable {stable} + cosine {cosine} steps exceed the run's {self.steps} steps"
+            )
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Global batch in sequences."""
+        return self.batch.sequences or typing.cast(int, self.batch.tokens) // self.data.seq_length
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Global batch in tokens."""
+        return self.sequences_per_step * self.data.seq_length
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.train.steps or math.ceil(typing.cast(int, self.train.tokens) / self.tokens_per_step)
+
+    @property
+    def lr_steps(self) -> tuple[int, int, int]:
+        """(warm-up, stable, cosine) lengths in steps."""
+        per_step = 1 if self.schedule.unit == "steps" else self.tokens_per_step
+        warmup, stable = round(self.schedule.warmup / per_step), round(self.schedule.stable / per_step)
+        cosine = self.schedule.cosine
+        return warmup, stable, max(0, self.steps - warmup - stable) if cosine is None else round(cosine / per_step)
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of the update that ends step `step` (1-based count of finished steps before it: `step`)."""
+        warmup, stable, cosine = self.lr_steps
+        peak, low = self.optimizer.lr, self.schedule.min_lr
+        if warmup and step <= warmup:
+            return peak * step / warmup
+        step -= warmup + stable
+        if step <= 0:
+            return peak
+        return low if step > cosine else low + (peak - low) * 0.5 * (1 + math.cos(math.pi * step / cosine))
+
+    def architecture(self) -> DSV41Config:
+        """The model's config in the run's precision."""
+        dtype = {"fp32": "float32", "bf16": "bfloat16"}[self.train.precision]
+        return dataclasses.replace(self.model.config(), dtype=dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, in the shape of the run file."""
+        return _plain(dataclasses.asdict(self))
+
+    def to_yaml(self) -> str:
+        """The run file of this run. `run_from_dict(yaml)` gives an equal value."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """Read a run file and apply `section.key=value` strings (values are YAML)."""
+    path = Path(path)
+    try:
+        values = yaml.load(path.read_text(), Loader=_Loader)
+    except FileNotFoundError as error:
+        raise ValueError(f"run file {path} does not exist") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"run file {path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"run file {path} must hold a mapping of sections, got {type(values).__name__}")
+    return run_from_dict(values, overrides)
+
+
+def run_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run:
+    """Like `load_run`, from an already parsed mapping."""
+    values = _copied(values)
+    for override in overrides:
+        _apply_override(values, override)
+    return _build(Run, values, "")
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"override {override!r} must look like section.key=value")
+    *sections, last = key.split(".")
+    if sections[:1] == ["ops"] or sections[:1] == ["megatron"]:
+        sections, last = sections[:1], ".".join([*sections[1:], last])  # "ops.csa2.select" is one key
+    place = values
+    for section in sections:
+        inner = place.get(section)
+        if inner is not None and not isinstance(inner, dict):
+            raise ValueError(f"override {override!r}: {section} is a value, not a section")
+        place = place.setdefault(section, {}) if inner is not None else _renew(place, section)
+    try:
+        place[last] = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"override {override!r}: the value is not valid YAML: {error}") from error
+
+
+def _renew(place: dict[str, Any], section: str) -> dict[str, Any]:
+    place[section] = {}
+    return place[section]
+
+
+def _build(cls: type, values: Any, where: str) -> Any:
+    """An instance of dataclass `cls` from a mapping; `where` is its dotted place in the file."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where or 'the run'} must be a mapping of settings, got {values!r}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        if key not in fields:
+            raise ValueError(f"{_dotted(where, str(key))} is not a setting{nearest(str(key), set(fields))}")
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and values.get(name) is None:
+            raise ValueError(f"{_dotted(where, name)} is required and missing")
+    return cls(**{k: _convert(hints[k], v, _dotted(where, k)) for k, v in values.items()})
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        return _convert(next(a for a in arguments if a is not type(None)), value, where)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _build(kind, {} if value is None else value, where)
+    if origin is Literal:
+        # YAML reads a bare off/on as a boolean.
+        value = {False: "off", True: "on"}.get(value, value) if isinstance(value, bool) else value
+        if value not in arguments:
+            raise ValueError(f"{where} must be one of {', '.join(map(str, arguments))}, got {value!r}")
+        return value
+    if origin is dict:
+        return _mapping(arguments[1], value, where)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where} must be a list, got {value!r}")
+        return tuple(_convert(arguments[0], v, where) for v in value)
+    return _scalar(kind, value, where)
+
+
+def _mapping(kind: Any, value: Any, where: str) -> dict[str, Any]:
+    if kind is float and isinstance(value, str):
+        return {value: 1.0}
+    if kind is float and isinstance(value, list | tuple):
+        if len(set(value)) != len(value):
+            raise ValueError(f"{where} names a prefix twice: {list(value)}")
+        return {str(v): 1.0 for v in value}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} must be a mapping, got {value!r}")
+    return {str(k): v if kind is Any else _convert(kind, v, _dotted(where, str(k))) for k, v in value.items()}
+
+
+def _scalar(kind: type, value: Any, where: str) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is int and type(value) is float and value.is_integer():
+        return int(value)  # 1e6 tokens
+    if type(value) is not kind:
+        raise ValueError(f"{where} must be of type {kind.__name__}, got {value!r}")
+    return value
+
+
+def _dotted(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _copied(value: Any) -> Any:
+    return {k: _copied(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers: `1e-20` is a number (YAML 1.1, which PyYAML reads, makes it a string)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)
