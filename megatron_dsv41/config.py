@@ -125,6 +125,11 @@ class DSV41Config:
         return self.compress_ratios[: self.num_hidden_layers]
 
     @property
+    def decoder_start(self) -> int:
+        """First decoder layer: the last KV source, whose cache all later layers read (SPEC 8.9)."""
+        return self.kv_source_layer_ids[-1] if self.kv_source_layer_ids else self.num_hidden_layers
+
+    @property
     def engram_columns(self) -> int:
         """Table columns of one Engram layer: hash heads of every n-gram order (24 in the release)."""
         return (self.engram_max_ngram_size - 1) * self.engram_n_heads
@@ -256,7 +261,10 @@ def _check_dimensions(c: DSV41Config) -> None:
     )
     for key in positive.split():
         _require(getattr(c, key) > 0, f"{key} must be positive, got {getattr(c, key)}")
-    _require(c.num_key_value_heads == 1, f"num_key_value_heads must be 1 (one shared latent), got {c.num_key_value_heads}")
+    _require(
+        c.num_key_value_heads == 1,
+        f"num_key_value_heads must be 1 (one shared latent), got {c.num_key_value_heads}",
+    )
     _require(
         c.qk_rope_head_dim % 2 == 0 and 0 < c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim),
         f"qk_rope_head_dim must be even and at most head_dim {c.head_dim} and index_head_dim {c.index_head_dim}, "
@@ -276,10 +284,17 @@ def _check_dimensions(c: DSV41Config) -> None:
     _require(c.norm_topk_prob, "norm_topk_prob must be true: the model always normalises routing weights")
     _require(c.hidden_act == "silu", f"hidden_act must be 'silu', got {c.hidden_act!r}")
     _require(not c.attention_bias, "attention_bias must be false: no text linear of this model has a bias")
-    _require(not c.tie_word_embeddings, "tie_word_embeddings must be false: embedding and head are two tensors")
+    _require(
+        not c.tie_word_embeddings, "tie_word_embeddings must be false: embedding and head are two tensors"
+    )
     _require(c.rms_norm_eps > 0, f"rms_norm_eps must be positive, got {c.rms_norm_eps}")
-    _require(c.head_dim % 32 == 0, f"head_dim must be a multiple of 32 (KV quantization blocks), got {c.head_dim}")
-    _require(c.index_head_dim % 32 == 0, f"index_head_dim must be a multiple of 32 (MXFP4 blocks), got {c.index_head_dim}")
+    _require(
+        c.head_dim % 32 == 0, f"head_dim must be a multiple of 32 (KV quantization blocks), got {c.head_dim}"
+    )
+    _require(
+        c.index_head_dim % 32 == 0,
+        f"index_head_dim must be a multiple of 32 (MXFP4 blocks), got {c.index_head_dim}",
+    )
     _require(c.swiglu_limit > 0, f"swiglu_limit must be positive, got {c.swiglu_limit}")
 
 
@@ -289,7 +304,8 @@ def _check_schedule(c: DSV41Config) -> None:
         len(ratios) >= n, f"compress_ratios has {len(ratios)} entries, needs at least num_hidden_layers = {n}"
     )
     _require(
-        all(r in (0, 1, 2) for r in ratios), f"compress_ratios must hold 0, 1 or 2 only, got {sorted(set(ratios))}"
+        all(r in (0, 1, 2) for r in ratios),
+        f"compress_ratios must hold 0, 1 or 2 only, got {sorted(set(ratios))}",
     )
     for key in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
         ids = getattr(c, key)
@@ -297,7 +313,10 @@ def _check_schedule(c: DSV41Config) -> None:
         bad = [i for i in ids if not 0 <= i < n]
         _require(not bad, f"{key} names layer {bad[:1]}, outside 0..{n - 1}")
     extra = set(c.kv_source_layer_ids) - set(c.index_source_layer_ids)
-    _require(not extra, f"kv_source_layer_ids {sorted(extra)} are not in index_source_layer_ids: a Full layer selects too")
+    _require(
+        not extra,
+        f"kv_source_layer_ids {sorted(extra)} are not in index_source_layer_ids: a Full layer selects too",
+    )
     for i in c.index_source_layer_ids:
         _require(ratios[i] > 0, f"layer {i} is an index source but compress_ratios[{i}] is 0")
     source = None
@@ -306,7 +325,9 @@ def _check_schedule(c: DSV41Config) -> None:
         if ratios[layer] == 0:
             continue
         if source is None:
-            raise ValueError(f"layer {layer} has compress ratio {ratios[layer]} but no kv source at or before it")
+            raise ValueError(
+                f"layer {layer} has compress ratio {ratios[layer]} but no kv source at or before it"
+            )
         _require(
             ratios[layer] == ratios[source],
             f"layer {layer} has compress ratio {ratios[layer]} but reads layer {source}'s cache of ratio {ratios[source]}",
@@ -317,7 +338,10 @@ def _check_schedule(c: DSV41Config) -> None:
         f"candidate_source_layer_id {candidate} must be -1 or one of kv_source_layer_ids {list(c.kv_source_layer_ids)}",
     )
     later = [s for s in c.kv_source_layer_ids if candidate >= 0 and s > candidate]
-    _require(not later, f"kv source {later[:1]} follows candidate source {candidate}: its pool would name another cache")
+    _require(
+        not later,
+        f"kv source {later[:1]} follows candidate source {candidate}: its pool would name another cache",
+    )
 
 
 def _check_engram(c: DSV41Config) -> None:
@@ -325,7 +349,10 @@ def _check_engram(c: DSV41Config) -> None:
         len(c.engram_num_embeddings) == len(c.engram_layer_ids),
         f"engram_num_embeddings has {len(c.engram_num_embeddings)} entries for {len(c.engram_layer_ids)} engram_layer_ids",
     )
-    _require(c.engram_max_ngram_size >= 2, f"engram_max_ngram_size must be at least 2, got {c.engram_max_ngram_size}")
+    _require(
+        c.engram_max_ngram_size >= 2,
+        f"engram_max_ngram_size must be at least 2, got {c.engram_max_ngram_size}",
+    )
     _require(
         c.engram_compressed_vocab_size > 0,
         f"engram_compressed_vocab_size must be positive, got {c.engram_compressed_vocab_size}",
@@ -333,5 +360,6 @@ def _check_engram(c: DSV41Config) -> None:
 
 
 _DEFAULTS = {
-    f.name: (f.default if f.default is not dataclasses.MISSING else None) for f in dataclasses.fields(DSV41Config)
+    f.name: (f.default if f.default is not dataclasses.MISSING else None)
+    for f in dataclasses.fields(DSV41Config)
 }

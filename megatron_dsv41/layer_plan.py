@@ -33,6 +33,7 @@ class LayerPlan:
     has_engram: bool
     is_candidate_source: bool
     uses_candidates: bool
+    in_decoder: bool  # second half of the causal encoder-decoder: replay simulation applies (SPEC 16)
 
     @property
     def owns_kv(self) -> bool:
@@ -63,7 +64,9 @@ class LayerPlan:
         if self.kind is LayerKind.REUSE:
             return frozenset({"compressed_kv", "topk_indices"})
         if self.kind is LayerKind.REINDEX:
-            return frozenset({"compressed_kv", "index_keys"} | ({"candidates"} if self.uses_candidates else set()))
+            return frozenset(
+                {"compressed_kv", "index_keys"} | ({"candidates"} if self.uses_candidates else set())
+            )
         return frozenset()
 
 
@@ -95,6 +98,7 @@ def plan_layers(config: DSV41Config) -> tuple[LayerPlan, ...]:
                 has_engram=layer in config.engram_layer_ids,
                 is_candidate_source=layer == candidate,
                 uses_candidates=owns_selection and 0 <= candidate < layer,
+                in_decoder=layer >= config.decoder_start,
             )
         )
     return tuple(plans)

@@ -14,18 +14,19 @@ PROVIDERS: dict[str, dict[str, str]] = {
     "csa2.sparse_attend": {"ref": "megatron_dsv41.ops.csa2.ref:sparse_attend"},
     "csa2.pool": {"ref": "megatron_dsv41.ops.csa2.ref:pool"},
     "csa2.select": {"ref": "megatron_dsv41.ops.csa2.ref:select"},
-    "csa2.index_loss": {"ref": "megatron_dsv41.ops.csa2.ref:index_loss"},
+    "csa2.dense_teacher": {"ref": "megatron_dsv41.ops.csa2.ref:dense_teacher"},
+    "csa2.index_divergence": {"ref": "megatron_dsv41.ops.csa2.ref:index_divergence"},
     "mhc.coefficients": {"ref": "megatron_dsv41.ops.mhc.ref:coefficients"},
     "mhc.collapse": {"ref": "megatron_dsv41.ops.mhc.ref:collapse"},
     "mhc.expand": {"ref": "megatron_dsv41.ops.mhc.ref:expand"},
     "engram.gate": {"ref": "megatron_dsv41.ops.engram.ref:gate"},
+    "norm.rms_norm": {"ref": "megatron_dsv41.ops.norm.ref:rms_norm"},
     "rope.rotate": {"ref": "megatron_dsv41.ops.rope.ref:rotate"},
     "quant.fake_fp8": {"ref": "megatron_dsv41.ops.quant.ref:fake_fp8"},
     "quant.fake_mxfp4": {"ref": "megatron_dsv41.ops.quant.ref:fake_mxfp4"},
     "quant.fake_fp4": {"ref": "megatron_dsv41.ops.quant.ref:fake_fp4"},
     "routing.route": {"ref": "megatron_dsv41.ops.routing.ref:route"},
     "routing.swiglu": {"ref": "megatron_dsv41.ops.routing.ref:swiglu"},
-    "routing.rms_norm": {"ref": "megatron_dsv41.ops.routing.ref:rms_norm"},
 }
 
 
@@ -44,7 +45,9 @@ def load(op: str, provider: str) -> Callable[..., Any]:
     try:
         return getattr(importlib.import_module(module), function)
     except ImportError as error:
-        raise ImportError(f"op {op}: provider {provider!r} needs the package {error.name!r}: {error}") from error
+        raise ImportError(
+            f"op {op}: provider {provider!r} needs the package {error.name!r}: {error}"
+        ) from error
 
 
 class Ops:
@@ -58,7 +61,9 @@ class Ops:
         families = {op.split(".")[0] for op in PROVIDERS}
         for key in choice:
             if key != "*" and key not in PROVIDERS and key not in families:
-                raise ValueError(f"ops.{key} is neither an op nor a family{nearest(key, set(PROVIDERS) | families)}")
+                raise ValueError(
+                    f"ops.{key} is neither an op nor a family{nearest(key, set(PROVIDERS) | families)}"
+                )
         self.chosen = {op: self._provider(op, choice) for op in PROVIDERS}
         self._functions = {op: load(op, provider) for op, provider in self.chosen.items()}
 

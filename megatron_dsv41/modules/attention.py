@@ -1,0 +1,170 @@
+"""CSA2 attention of one layer: window and selected entries under one softmax (SPEC 8)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.layer_plan import LayerPlan
+from megatron_dsv41.modules.batch import Batch
+from megatron_dsv41.modules.compressor import Compressor
+from megatron_dsv41.modules.indexer import Indexer
+from megatron_dsv41.modules.layout import from_flat, to_flat
+from megatron_dsv41.modules.primitives import Primitives
+from megatron_dsv41.modules.shared_state import SharedState
+from megatron_dsv41.ops.csa2.ref import in_candidates, visible_entries
+from megatron_dsv41.ops.documents import Entries
+from megatron_dsv41.ops.registry import Ops
+from megatron_dsv41.ops.rope.ref import cos_sin, plain_frequencies, yarn_frequencies
+from megatron_dsv41.phase import Phase
+
+
+def layer_frequencies(config: DSV41Config, ratio: int, yarn: bool) -> Tensor:
+    """The one frequency table of a layer, fp32 [rope_dim/2]: plain base at ratio 0, compress base with YaRN above."""
+    if ratio == 0:
+        return plain_frequencies(config.qk_rope_head_dim, config.rope_theta)
+    if not yarn:
+        return plain_frequencies(config.qk_rope_head_dim, config.compress_rope_theta)
+    return yarn_frequencies(
+        config.qk_rope_head_dim,
+        config.compress_rope_theta,
+        config.rope_factor,
+        config.rope_beta_fast,
+        config.rope_beta_slow,
+        config.rope_original_max_position_embeddings,
+    )
+
+
+class Attention(nn.Module):
+    """Attention site of one layer. x [s, b, d] and the shared state in; y [s, b, d], state and index loss out."""
+
+    frequencies: Tensor
+
+    def __init__(self, config: DSV41Config, plan: LayerPlan, phase: Phase, primitives: Primitives, ops: Ops):
+        super().__init__()
+        self.config, self.plan, self.phase, self.primitives, self.ops = config, plan, phase, primitives, ops
+        d, eps = config.hidden_size, config.rms_norm_eps
+        heads, dim, groups = config.num_attention_heads, config.head_dim, config.o_groups
+        self.wq_a = primitives.linear("attn.wq_a", d, config.q_lora_rank)
+        self.q_norm = primitives.norm("attn.q_norm", config.q_lora_rank, eps)
+        self.wq_b = primitives.linear("attn.wq_b", config.q_lora_rank, heads * dim)
+        self.wkv = primitives.linear("attn.wkv", d, dim)
+        self.kv_norm = primitives.norm("attn.kv_norm", dim, eps)
+        self.wo_a = primitives.grouped_linear("attn.wo_a", groups, heads // groups * dim, config.o_lora_rank)
+        self.wo_b = primitives.linear("attn.wo_b", groups * config.o_lora_rank, d)
+        sinks = torch.zeros(primitives.local("heads", heads), dtype=torch.float32)
+        self.attn_sink = primitives.parameter(sinks, "attn.attn_sink")
+        if plan.owns_kv:
+            self.compressor = Compressor(config, plan.ratio, primitives, ops)
+        if plan.owns_selection:
+            self.indexer = Indexer(config, plan, phase, primitives, ops)
+        # Not a parameter and not in checkpoints: it follows from the config.
+        self.register_buffer(
+            "frequencies", layer_frequencies(config, plan.ratio, phase.yarn), persistent=False
+        )
+
+    def forward(self, x_SBD: Tensor, state: SharedState, batch: Batch) -> tuple[Tensor, SharedState, Tensor]:
+        """See class. The state comes back with whatever this layer produces; nothing is modified in place."""
+        x_SBD = self.primitives.enter_site(x_SBD)
+        x_TD = to_flat(x_SBD)
+        turn_T = cos_sin(batch.documents.position_T, self.frequencies)
+        q_latent_TR = self.q_norm(self.wq_a(x_TD))
+        q_THD = self.wq_b(self.primitives.fan_out(q_latent_TR)).unflatten(-1, (-1, self.config.head_dim))
+        q_THD = self.ops["rope.rotate"](q_THD, *turn_T)
+        window_kv_TD = self.ops["rope.rotate"](self.kv_norm(self.wkv(x_TD)), *turn_T)
+        if self.phase.window_kv_fp8:
+            window_kv_TD = self.ops["quant.fake_fp8"](window_kv_TD)
+
+        if self.plan.owns_kv:
+            state = self._compress(x_TD, batch.entries[self.plan.ratio])
+        index_queries = None
+        if self.plan.owns_selection:
+            index_queries = self.indexer.queries(x_TD, q_latent_TR, turn_T)
+            state = self._select(index_queries, state, batch.entries[self.plan.ratio])
+
+        out_THD, index_loss = self._attend(q_THD, window_kv_TD, index_queries, state, batch)
+        out_THD = self.ops["rope.rotate"](out_THD, *turn_T, inverse=True)
+        y_SBD = self.wo_b(from_flat(self.wo_a(out_THD.flatten(1)), x_SBD.shape[1]))
+        return y_SBD, state, index_loss
+
+    def _compress(self, x_TD: Tensor, entries: Entries) -> SharedState:
+        """A fresh state: what an earlier source left is dead from here on."""
+        latent_CD = self.compressor(x_TD, entries)
+        turn_C = cos_sin(entries.position_C, self.frequencies)
+        kv_CD = self.ops["rope.rotate"](latent_CD, *turn_C)
+        if self.phase.main_kv_fp4:
+            kv_CD = self.ops["quant.fake_fp4"](kv_CD)
+        wide = torch.promote_types(kv_CD.dtype, torch.float32)
+        return SharedState(compressed_kv=kv_CD.to(wide), index_keys=self.indexer.keys(latent_CD, turn_C))
+
+    def _select(
+        self, index_queries: tuple[Tensor, Tensor], state: SharedState, entries: Entries
+    ) -> SharedState:
+        q_TID, weights_TI = (t.detach() for t in index_queries)
+        config, restricted = self.config, self.plan.uses_candidates and self.phase.hsi
+        topk, candidates = self.ops["csa2.select"](
+            self.indexer.quantize(q_TID),
+            weights_TI,
+            self.indexer.quantize(state.index_keys.detach()),
+            entries,
+            config.index_topk,
+            state.candidates if restricted else None,
+            config.candidate_block_size,
+            config.candidate_topk_blocks if self.plan.is_candidate_source else 0,
+        )
+        candidates = candidates if self.plan.is_candidate_source else state.candidates
+        return dataclasses.replace(state, topk_indices=topk, candidates=candidates)
+
+    def _attend(
+        self,
+        q_THD: Tensor,
+        window_kv_TD: Tensor,
+        index_queries: tuple[Tensor, Tensor] | None,
+        state: SharedState,
+        batch: Batch,
+    ) -> tuple[Tensor, Tensor]:
+        window_start_T = batch.decoder_window_start_T if self.plan.in_decoder else batch.window_start_T
+        compressed_kv = state.compressed_kv if self.plan.ratio else None
+        where = (self.attn_sink, window_start_T, 0, self.config.head_dim**-0.5)
+        window = self.config.sliding_window
+        teaches = index_queries is not None and self.indexer.trained
+        attended = self.ops["csa2.sparse_attend"](
+            q_THD,
+            self.primitives.fan_out(window_kv_TD),
+            None if compressed_kv is None else self.primitives.fan_out(compressed_kv),
+            state.topk_indices if self.plan.ratio else None,
+            *where,
+            window=window,
+            teacher=teaches and self.phase.index_loss == "sparse",
+        )
+        if not teaches:
+            return attended, q_THD.new_zeros((), dtype=torch.float32)
+        if self.phase.index_loss == "sparse":
+            attended, teacher = attended
+            slots = state.topk_indices
+        else:
+            allowed_TC = self._allowed(state, batch.entries[self.plan.ratio])
+            teacher = self.ops["csa2.dense_teacher"](
+                q_THD.detach(),
+                window_kv_TD.detach(),
+                compressed_kv.detach(),
+                allowed_TC,
+                *where,
+                window=window,
+            )
+            entry = torch.arange(allowed_TC.shape[1], device=allowed_TC.device)
+            slots = torch.where(allowed_TC, entry, -1)
+        divergence_T = self.ops["csa2.index_divergence"](*index_queries, state.index_keys, slots, teacher)
+        return attended, divergence_T.mean() * self.phase.index_loss_weight
+
+    def _allowed(self, state: SharedState, entries: Entries) -> Tensor:
+        """Entries that this layer's indexer may choose from, bool [T, C]."""
+        allowed_TC = visible_entries(entries)
+        if self.plan.uses_candidates and self.phase.hsi:
+            allowed_TC = allowed_TC & in_candidates(
+                entries, state.candidates, self.config.candidate_block_size
+            )
+        return allowed_TC

@@ -1,0 +1,211 @@
+"""The parts that a backend may swap: linears, norms, embedding, experts, Engram table.
+
+Modules ask for them by role (`"attn.wq_b"`), so that a backend decides per role how a weight is sharded and in which
+precision it multiplies. `TorchPrimitives` is the plain single-process choice and the oracle of the others.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.ops.registry import Ops
+
+
+class Primitives(Protocol):
+    """What modules need from a backend. Every module it returns maps plain tensors to plain tensors."""
+
+    def local(self, axis: str, size: int) -> int:
+        """How many of `size` units of `axis` ("heads", "groups", "index_heads") this process computes."""
+        ...
+
+    def linear(self, role: str, d_in: int, d_out: int, fp32: bool = False) -> nn.Module:
+        """x [..., d_in] -> [..., d_out (or its local part)]; weight [d_out, d_in]; `fp32`: fp32 operands and result."""
+        ...
+
+    def grouped_linear(self, role: str, groups: int, d_in: int, d_out: int) -> nn.Module:
+        """x [..., groups * d_in] -> [..., groups * d_out], block-diagonal; weight [groups * d_out, d_in]."""
+        ...
+
+    def norm(self, role: str, dim: int, eps: float) -> nn.Module:
+        """RMSNorm over the last axis with weight [dim]."""
+        ...
+
+    def embedding(self, vocab_size: int, dim: int) -> nn.Module:
+        """ids int64 [...] -> [..., dim]; weight [vocab_size, dim]."""
+        ...
+
+    def experts(self, config: DSV41Config) -> nn.Module:
+        """(x [T, d], indices int64 [T, k], weights fp32 [T, k]) -> fp32 [T, d]; parameters w13 [E, 2, F, d], w2."""
+        ...
+
+    def engram_table(self, layer: int, rows: int, dim: int) -> nn.Module:
+        """row ids int64 [T, columns] -> [T, columns, dim]; weight [rows, dim]."""
+        ...
+
+    def enter_site(self, x_SBD: Tensor) -> Tensor:
+        """Site input as sharded between sites -> all tokens of this process's context shard."""
+        ...
+
+    def fan_out(self, x: Tensor) -> Tensor:
+        """A replicated tensor on its way into head-sharded work: identity forward, summed gradient backward."""
+        ...
+
+    def parameter(self, value: Tensor, role: str) -> nn.Parameter:
+        """Wrap a bare parameter (sink, mHC coefficients, Engram weights)."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Parameter dtype of ordinary weights."""
+        ...
+
+
+class Linear(nn.Module):
+    """Bias-free linear. `fp32` casts operands up, as the definition asks for router, head and pooled compressor."""
+
+    def __init__(self, d_in: int, d_out: int, dtype: torch.dtype, std: float, fp32: bool = False):
+        super().__init__()
+        self.fp32 = fp32
+        self.weight = nn.Parameter(torch.empty(d_out, d_in, dtype=dtype))
+        nn.init.normal_(self.weight, std=std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d_in] -> [..., d_out]."""
+        if self.fp32:
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            return F.linear(x.to(wide), self.weight.to(wide))
+        return F.linear(x, self.weight)
+
+
+class GroupedLinear(nn.Module):
+    """Block-diagonal linear: group g of the input meets rows g*d_out .. (g+1)*d_out of the weight."""
+
+    def __init__(self, groups: int, d_in: int, d_out: int, dtype: torch.dtype, std: float):
+        super().__init__()
+        self.groups = groups
+        self.weight = nn.Parameter(torch.empty(groups * d_out, d_in, dtype=dtype))
+        nn.init.normal_(self.weight, std=std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., groups * d_in] -> [..., groups * d_out]."""
+        weight_GOI = self.weight.unflatten(0, (self.groups, -1))
+        return torch.einsum("...gi,goi->...go", x.unflatten(-1, (self.groups, -1)), weight_GOI).flatten(-2)
+
+
+class Norm(nn.Module):
+    """RMSNorm through the chosen `norm.rms_norm`."""
+
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype, ops: Ops):
+        super().__init__()
+        self.eps, self.ops = eps, ops
+        self.weight = nn.Parameter(torch.ones(dim, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., dim] -> the same shape and dtype."""
+        return self.ops["norm.rms_norm"](x, self.weight, self.eps)
+
+
+class Table(nn.Module):
+    """Rows looked up by id: token embedding and Engram table."""
+
+    def __init__(self, rows: int, dim: int, dtype: torch.dtype, std: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, dim, dtype=dtype))
+        nn.init.normal_(self.weight, std=std)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [...] -> [..., dim]."""
+        return F.embedding(ids, self.weight)
+
+
+class Experts(nn.Module):
+    """All routed experts of a layer: w13 [E, 2, F, d] (gate, up), w2 [E, d, F].
+
+    `dense` evaluates every expert on every token: the result of a token then does not depend on its neighbours'
+    routing, bit for bit. Otherwise each expert multiplies the tokens routed to it.
+    """
+
+    def __init__(self, config: DSV41Config, dtype: torch.dtype, ops: Ops, dense: bool = False):
+        super().__init__()
+        experts, inner, dim = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
+        self.limit, self.ops, self.dense = config.swiglu_limit, ops, dense
+        self.w13 = nn.Parameter(torch.empty(experts, 2, inner, dim, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(experts, dim, inner, dtype=dtype))
+        for weight in (self.w13, self.w2):
+            nn.init.normal_(weight, std=config.initializer_range)
+
+    def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts, fp32 [T, d], added in expert order."""
+        share_TE = torch.zeros(x_TD.shape[0], self.w13.shape[0], dtype=weights_TK.dtype, device=x_TD.device)
+        share_TE = share_TE.scatter(1, indices_TK, weights_TK)
+        chosen_TE = torch.zeros_like(share_TE, dtype=torch.bool).scatter(1, indices_TK, True)
+        y_TD = torch.zeros_like(x_TD, dtype=weights_TK.dtype)
+        for expert in range(self.w13.shape[0]):
+            if self.dense:
+                y_TD = y_TD + self._expert(expert, x_TD, share_TE[:, expert])
+                continue
+            tokens = chosen_TE[:, expert].nonzero()[:, 0]
+            y_TD = y_TD.index_add(0, tokens, self._expert(expert, x_TD[tokens], share_TE[tokens, expert]))
+        return y_TD
+
+    def _expert(self, expert: int, x_TD: Tensor, share_T: Tensor) -> Tensor:
+        gate_TF, up_TF = (F.linear(x_TD, weight) for weight in self.w13[expert])
+        hidden_TF = self.ops["routing.swiglu"](gate_TF, up_TF, self.limit, share_T)
+        return F.linear(hidden_TF, self.w2[expert]).to(share_T.dtype)
+
+
+class TorchPrimitives:
+    """Plain torch modules of one process."""
+
+    def __init__(self, config: DSV41Config, ops: Ops, *, dense_experts: bool = False):
+        self.config, self.ops, self.dense_experts = config, ops, dense_experts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """config.dtype as a torch dtype."""
+        return getattr(torch, self.config.dtype)
+
+    def local(self, axis: str, size: int) -> int:
+        """All of them."""
+        return size
+
+    def linear(self, role: str, d_in: int, d_out: int, fp32: bool = False) -> nn.Module:
+        """See Primitives."""
+        return Linear(d_in, d_out, self.dtype, self.config.initializer_range, fp32)
+
+    def grouped_linear(self, role: str, groups: int, d_in: int, d_out: int) -> nn.Module:
+        """See Primitives."""
+        return GroupedLinear(groups, d_in, d_out, self.dtype, self.config.initializer_range)
+
+    def norm(self, role: str, dim: int, eps: float) -> nn.Module:
+        """See Primitives."""
+        return Norm(dim, eps, self.dtype, self.ops)
+
+    def embedding(self, vocab_size: int, dim: int) -> nn.Module:
+        """See Primitives."""
+        return Table(vocab_size, dim, self.dtype, self.config.initializer_range)
+
+    def experts(self, config: DSV41Config) -> nn.Module:
+        """See Primitives."""
+        return Experts(config, self.dtype, self.ops, self.dense_experts)
+
+    def engram_table(self, layer: int, rows: int, dim: int) -> nn.Module:
+        """See Primitives."""
+        return Table(rows, dim, self.dtype, self.config.initializer_range)
+
+    def enter_site(self, x_SBD: Tensor) -> Tensor:
+        """Nothing is sharded: identity."""
+        return x_SBD
+
+    def fan_out(self, x: Tensor) -> Tensor:
+        """Nothing is sharded: identity."""
+        return x
+
+    def parameter(self, value: Tensor, role: str) -> nn.Parameter:
+        """See Primitives."""
+        return nn.Parameter(value)

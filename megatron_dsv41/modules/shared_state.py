@@ -1,0 +1,40 @@
+"""What layers share within one micro-batch: a value that blocks take and return (SPEC 8.10)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Self
+
+from torch import Tensor
+
+from megatron_dsv41.layer_plan import STATE_FIELDS
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedState:
+    """Cross-layer tensors of one micro-batch; a model starts every forward from an empty one.
+
+    compressed_kv [C, D]: rotated (and fake-quantized) latents, fp32 so that the gradients of all readers add in fp32.
+    index_keys [C, Di]: rotated index keys before fake quantization; without gradient while the index loss is off.
+    topk_indices int32 [T, K]: entry ids (rows of compressed_kv), ascending, -1 = none.
+    candidates int32 [T, blocks]: document-local block ids, ascending, -1 = none.
+    """
+
+    compressed_kv: Tensor | None = None
+    index_keys: Tensor | None = None
+    topk_indices: Tensor | None = None
+    candidates: Tensor | None = None
+
+    def keep(self, live: frozenset[str]) -> Self:
+        """The state with every field outside `live` dropped."""
+        return dataclasses.replace(self, **{name: None for name in STATE_FIELDS if name not in live})
+
+    def to_tensors(self) -> list[Tensor | None]:
+        """The fields in `STATE_FIELDS` order."""
+        return [getattr(self, name) for name in STATE_FIELDS]
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor | None]) -> Self:
+        """Inverse of `to_tensors`."""
+        return cls(**dict(zip(STATE_FIELDS, tensors, strict=True)))

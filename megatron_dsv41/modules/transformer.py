@@ -1,0 +1,116 @@
+"""The whole model in one process: the definition that every backend is compared with (SPEC 6)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.layer_plan import live_at, plan_layers
+from megatron_dsv41.modules.batch import Batch
+from megatron_dsv41.modules.block import Aux, Block
+from megatron_dsv41.modules.engram import EngramHash
+from megatron_dsv41.modules.hyper_connection import open_streams
+from megatron_dsv41.modules.primitives import Primitives, TorchPrimitives
+from megatron_dsv41.modules.shared_state import SharedState
+from megatron_dsv41.ops.documents import Documents, documents_from_ids
+from megatron_dsv41.ops.registry import Ops
+from megatron_dsv41.phase import Phase
+
+
+class Output(NamedTuple):
+    """logits fp32 [b, s, vocab]; aux: per-layer values, leading layer axis; streams: those entering each layer."""
+
+    logits: Tensor
+    aux: Aux
+    streams: list[Tensor]
+
+
+def make_batch(
+    config: DSV41Config,
+    engram_hash: EngramHash,
+    input_ids_BS: Tensor,
+    documents: Documents,
+    replay_start_T: Tensor | None = None,
+) -> Batch:
+    """Everything layers read about the micro-batch.
+
+    replay_start_T int64 [T]: flat index s of each token's replay boundary, for decoder layers: tokens at or after s see
+    no window key before s. None, or a token's document start: no replay.
+    """
+    window_start_T = decoder_window_start_T = documents.window_start(config.sliding_window)
+    if replay_start_T is not None:
+        here_T = torch.arange(documents.num_tokens, device=replay_start_T.device)
+        cut_T = torch.where(here_T >= replay_start_T, replay_start_T, 0)
+        decoder_window_start_T = torch.maximum(window_start_T, cut_T)
+    ratios = sorted(set(config.backbone_ratios) - {0})
+    return Batch(
+        documents=documents,
+        entries={ratio: documents.entries(ratio) for ratio in ratios},
+        engram_rows=engram_hash(input_ids_BS.reshape(-1), documents),
+        window_start_T=window_start_T,
+        decoder_window_start_T=decoder_window_start_T,
+    )
+
+
+def one_document_per_row(config: DSV41Config, input_ids_BS: Tensor) -> Documents:
+    """Every row is one living document; image spans are found by image_token_id."""
+    same = torch.zeros_like(input_ids_BS)
+    return documents_from_ids(
+        same, torch.ones_like(same, dtype=torch.bool), input_ids_BS == config.image_token_id
+    )
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, final collapse, norm, fp32 head, in one process. Parameter names are the native names."""
+
+    def __init__(
+        self,
+        config: DSV41Config,
+        token_map: Tensor,
+        *,
+        phase: Phase | None = None,
+        ops: Ops | None = None,
+        primitives: Primitives | None = None,
+    ):
+        super().__init__()
+        self.config, self.ops = config, ops or Ops()
+        phase = phase or Phase()
+        primitives = primitives or TorchPrimitives(config, self.ops)
+        self.engram_hash = EngramHash(config, token_map)
+        self.embed = primitives.embedding(config.vocab_size, config.hidden_size)
+        plans = plan_layers(config)
+        self.layers = nn.ModuleList(
+            Block(config, plan, phase, primitives, self.ops, live_at(plans, plan.layer + 1)) for plan in plans
+        )
+        self.norm = primitives.norm("norm", config.hidden_size, config.rms_norm_eps)
+        self.head = primitives.linear("head", config.hidden_size, config.vocab_size, fp32=True)
+
+    def forward(
+        self, input_ids_BS: Tensor, documents: Documents | None = None, replay_start_T: Tensor | None = None
+    ) -> Output:
+        """Raw token ids int64 [b, s] -> Output. `documents` defaults to one document per row."""
+        documents = documents or one_document_per_row(self.config, input_ids_BS)
+        batch = make_batch(self.config, self.engram_hash, input_ids_BS, documents, replay_start_T)
+        embedded_SBD = self.embed(input_ids_BS).transpose(0, 1)
+        streams_SBND, pre_mix_SBN = open_streams(embedded_SBD, self.config.hc_mult)
+        state, entering, aux = SharedState(), [], []
+        for block in self.layers:
+            entering.append(streams_SBND)
+            streams_SBND, pre_mix_SBN, state, layer_aux = block(streams_SBND, pre_mix_SBN, state, batch)
+            aux.append(layer_aux)
+        hidden_SBD = self.norm(self.ops["mhc.collapse"](streams_SBND, pre_mix_SBN))
+        return Output(self.head(hidden_SBD).transpose(0, 1), Aux.stack(aux), entering)
+
+
+def next_token_loss(logits_BSV: Tensor, labels_BS: Tensor, weight_BS: Tensor) -> Tensor:
+    """Cross-entropy summed over weighted positions, divided by their weight.
+
+    labels_BS[b, s] is the token that follows position s; weight 0 where none does (document ends, padding).
+    """
+    losses = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="none")
+    weight = weight_BS.flatten().to(losses.dtype)
+    return (losses * weight).sum() / weight.sum().clamp_min(1.0)

@@ -1,0 +1,53 @@
+"""Single-pass manifold-constrained hyper-connections: the definition (SPEC 7).
+
+All functions accept any leading dims; n streams of width d stand last: streams [..., n, d].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_dsv41.ops.numerics import wide
+
+
+def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+    """Row softmax plus eps, columns, then (rows, columns) iters-1 times. logits, result [..., source i, destination j]."""
+    comb = logits.softmax(-1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return comb
+
+
+def coefficients(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iters: int, eps: float, rms_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mixing coefficients of one site from its streams.
+
+    fn [(2+n)*n, n*d] (rows: pre, post, comb row-major by source), base [(2+n)*n], scale [3], all fp32.
+    Returns fp32 pre [..., n], post [..., n], comb [..., source, destination].
+    """
+    num_streams = streams.shape[-2]
+    x = wide(streams).flatten(-2)
+    # Projection first, RMS factor after: one scalar per token, no gain.
+    u = (x @ fn.to(x.dtype).T) * torch.rsqrt(x.square().mean(-1, keepdim=True) + rms_eps)
+    parts = [num_streams, num_streams, num_streams * num_streams]
+    pre, post, comb = (
+        part * scale[i] + offset
+        for i, (part, offset) in enumerate(zip(u.split(parts, -1), base.split(parts), strict=True))
+    )
+    comb = sinkhorn(comb.unflatten(-1, (num_streams, num_streams)), iters, eps)
+    return pre.sigmoid() + eps, 2 * post.sigmoid(), comb
+
+
+def collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    """Site input sum_i pre_i X_i: [..., d] in the streams' dtype, summed in fp32."""
+    return (wide(streams) * pre[..., None]).sum(-2).to(streams.dtype)
+
+
+def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """New streams X'_j = post_j y + sum_i comb[i, j] X_i: [..., n, d] in the streams' dtype, summed in fp32."""
+    mixed = comb.transpose(-1, -2) @ wide(streams)
+    return (post[..., None] * wide(y)[..., None, :] + mixed).to(streams.dtype)

@@ -1,0 +1,34 @@
+"""Expert routing and the clamped SwiGLU: the definition (SPEC 11)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_dsv41.ops.numerics import wide
+
+
+def route(logits_TE: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Select experts by score + bias, weigh them by their scores.
+
+    logits fp32 [T, E]; bias fp32 [E] or [T, E], used for selection only. Among equal values the smaller expert wins.
+    Returns indices int64 [T, k], weights fp32 [T, k] that sum to `scale`, scores fp32 [T, E] = sqrt(softplus(logits)).
+    """
+    # The floor keeps the square root's derivative finite where softplus underflows.
+    scores_TE = F.softplus(logits_TE).clamp_min(torch.finfo(logits_TE.dtype).tiny).sqrt()
+    order_TE = torch.sort(scores_TE.detach() + bias, dim=-1, descending=True, stable=True).indices
+    indices_TK = order_TE[:, :top_k]
+    chosen_TK = scores_TE.gather(1, indices_TK)
+    return indices_TK, chosen_TK / (chosen_TK.sum(-1, keepdim=True) + 1e-20) * scale, scores_TE
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) [* weight], fp32 arithmetic, cast once to gate's dtype.
+
+    gate, up [..., F]; weight [...] is the routing weight, applied here, before w2.
+    """
+    hidden = F.silu(wide(gate).clamp(max=limit)) * wide(up).clamp(-limit, limit)
+    if weight is not None:
+        hidden = hidden * weight[..., None]
+    return hidden.to(gate.dtype)
