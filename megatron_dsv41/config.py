@@ -284,13 +284,9 @@ def _check_dimensions(c: DSV41Config) -> None:
     _require(c.norm_topk_prob, "norm_topk_prob must be true: the model always normalises routing weights")
     _require(c.hidden_act == "silu", f"hidden_act must be 'silu', got {c.hidden_act!r}")
     _require(not c.attention_bias, "attention_bias must be false: no text linear of this model has a bias")
-    _require(
-        not c.tie_word_embeddings, "tie_word_embeddings must be false: embedding and head are two tensors"
-    )
+    _require(not c.tie_word_embeddings, "tie_word_embeddings must be false: embedding and head are two tensors")
     _require(c.rms_norm_eps > 0, f"rms_norm_eps must be positive, got {c.rms_norm_eps}")
-    _require(
-        c.head_dim % 32 == 0, f"head_dim must be a multiple of 32 (KV quantization blocks), got {c.head_dim}"
-    )
+    _require(c.head_dim % 32 == 0, f"head_dim must be a multiple of 32 (KV quantization blocks), got {c.head_dim}")
     _require(
         c.index_head_dim % 32 == 0,
         f"index_head_dim must be a multiple of 32 (MXFP4 blocks), got {c.index_head_dim}",
@@ -300,9 +296,7 @@ def _check_dimensions(c: DSV41Config) -> None:
 
 def _check_schedule(c: DSV41Config) -> None:
     n, ratios = c.num_hidden_layers, c.compress_ratios
-    _require(
-        len(ratios) >= n, f"compress_ratios has {len(ratios)} entries, needs at least num_hidden_layers = {n}"
-    )
+    _require(len(ratios) >= n, f"compress_ratios has {len(ratios)} entries, needs at least num_hidden_layers = {n}")
     _require(
         all(r in (0, 1, 2) for r in ratios),
         f"compress_ratios must hold 0, 1 or 2 only, got {sorted(set(ratios))}",
@@ -325,9 +319,7 @@ def _check_schedule(c: DSV41Config) -> None:
         if ratios[layer] == 0:
             continue
         if source is None:
-            raise ValueError(
-                f"layer {layer} has compress ratio {ratios[layer]} but no kv source at or before it"
-            )
+            raise ValueError(f"layer {layer} has compress ratio {ratios[layer]} but no kv source at or before it")
         _require(
             ratios[layer] == ratios[source],
             f"layer {layer} has compress ratio {ratios[layer]} but reads layer {source}'s cache of ratio {ratios[source]}",
@@ -360,6 +352,5 @@ def _check_engram(c: DSV41Config) -> None:
 
 
 _DEFAULTS = {
-    f.name: (f.default if f.default is not dataclasses.MISSING else None)
-    for f in dataclasses.fields(DSV41Config)
+    f.name: (f.default if f.default is not dataclasses.MISSING else None) for f in dataclasses.fields(DSV41Config)
 }

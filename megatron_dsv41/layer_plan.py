@@ -64,9 +64,7 @@ class LayerPlan:
         if self.kind is LayerKind.REUSE:
             return frozenset({"compressed_kv", "topk_indices"})
         if self.kind is LayerKind.REINDEX:
-            return frozenset(
-                {"compressed_kv", "index_keys"} | ({"candidates"} if self.uses_candidates else set())
-            )
+            return frozenset({"compressed_kv", "index_keys"} | ({"candidates"} if self.uses_candidates else set()))
         return frozenset()
 
 

@@ -62,9 +62,7 @@ class Attention(nn.Module):
         if plan.owns_selection:
             self.indexer = Indexer(config, plan, phase, primitives, ops)
         # Not a parameter and not in checkpoints: it follows from the config.
-        self.register_buffer(
-            "frequencies", layer_frequencies(config, plan.ratio, phase.yarn), persistent=False
-        )
+        self.register_buffer("frequencies", layer_frequencies(config, plan.ratio, phase.yarn), persistent=False)
 
     def forward(self, x_SBD: Tensor, state: SharedState, batch: Batch) -> tuple[Tensor, SharedState, Tensor]:
         """See class. The state comes back with whatever this layer produces; nothing is modified in place."""
@@ -100,9 +98,7 @@ class Attention(nn.Module):
         wide = torch.promote_types(kv_CD.dtype, torch.float32)
         return SharedState(compressed_kv=kv_CD.to(wide), index_keys=self.indexer.keys(latent_CD, turn_C))
 
-    def _select(
-        self, index_queries: tuple[Tensor, Tensor], state: SharedState, entries: Entries
-    ) -> SharedState:
+    def _select(self, index_queries: tuple[Tensor, Tensor], state: SharedState, entries: Entries) -> SharedState:
         q_TID, weights_TI = (t.detach() for t in index_queries)
         config, restricted = self.config, self.plan.uses_candidates and self.phase.hsi
         topk, candidates = self.ops["csa2.select"](
@@ -164,7 +160,5 @@ class Attention(nn.Module):
         """Entries that this layer's indexer may choose from, bool [T, C]."""
         allowed_TC = visible_entries(entries)
         if self.plan.uses_candidates and self.phase.hsi:
-            allowed_TC = allowed_TC & in_candidates(
-                entries, state.candidates, self.config.candidate_block_size
-            )
+            allowed_TC = allowed_TC & in_candidates(entries, state.candidates, self.config.candidate_block_size)
         return allowed_TC

@@ -19,9 +19,7 @@ class Compressor(nn.Module):
         pooled = ratio > 1
         self.wkv = primitives.linear("attn.compressor.wkv", config.hidden_size, config.head_dim, fp32=pooled)
         if pooled:
-            self.wgate = primitives.linear(
-                "attn.compressor.wgate", config.hidden_size, config.head_dim, fp32=True
-            )
+            self.wgate = primitives.linear("attn.compressor.wgate", config.hidden_size, config.head_dim, fp32=True)
         self.norm = primitives.norm("attn.compressor.norm", config.head_dim, config.rms_norm_eps)
 
     def forward(self, x_TD: Tensor, entries: Entries) -> Tensor:

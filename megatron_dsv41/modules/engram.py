@@ -71,9 +71,7 @@ def column_primes(config: DSV41Config) -> dict[int, tuple[int, ...]]:
 def layer_multipliers(config: DSV41Config, layer: int) -> tuple[int, ...]:
     """Odd hash multipliers of look-back 0..max_ngram-1, bounded so that the product with any class fits in int64."""
     bound = ((2**63 - 1) // config.engram_compressed_vocab_size) // 2
-    draws = np.random.default_rng(SEED_STRIDE * layer).integers(
-        0, bound, config.engram_max_ngram_size, dtype=np.int64
-    )
+    draws = np.random.default_rng(SEED_STRIDE * layer).integers(0, bound, config.engram_max_ngram_size, dtype=np.int64)
     return tuple(int(v) * 2 + 1 for v in draws)
 
 

@@ -49,9 +49,7 @@ class Router(nn.Module):
         )
         chosen_TE = torch.zeros_like(scores_TE).scatter(1, indices_TK, 1.0)
         balance_loss = self._balance_loss(scores_TE, chosen_TE, documents.alive_T, batch_size)
-        modality_2T = torch.stack(
-            [documents.alive_T & ~documents.image_T, documents.alive_T & documents.image_T]
-        )
+        modality_2T = torch.stack([documents.alive_T & ~documents.image_T, documents.alive_T & documents.image_T])
         expert_load = modality_2T.to(torch.float32) @ chosen_TE.to(torch.float32)
         return Routing(indices_TK, weights_TK, balance_loss, expert_load)
 

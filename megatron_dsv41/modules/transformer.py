@@ -59,9 +59,7 @@ def make_batch(
 def one_document_per_row(config: DSV41Config, input_ids_BS: Tensor) -> Documents:
     """Every row is one living document; image spans are found by image_token_id."""
     same = torch.zeros_like(input_ids_BS)
-    return documents_from_ids(
-        same, torch.ones_like(same, dtype=torch.bool), input_ids_BS == config.image_token_id
-    )
+    return documents_from_ids(same, torch.ones_like(same, dtype=torch.bool), input_ids_BS == config.image_token_id)
 
 
 class Transformer(nn.Module):

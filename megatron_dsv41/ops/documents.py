@@ -85,9 +85,7 @@ def documents_from_ids(document_ids_BS: Tensor, alive_BS: Tensor, image_BS: Tens
     return Documents(start_T, here_T - start_T, alive_BS.reshape(-1), image_BS.reshape(-1))
 
 
-def documents_from_lengths(
-    lengths: list[list[int]], seq: int, device: torch.device | None = None
-) -> Documents:
+def documents_from_lengths(lengths: list[list[int]], seq: int, device: torch.device | None = None) -> Documents:
     """Layout from document lengths per row. What a row's lengths leave of `seq` is padding."""
     rows = len(lengths)
     ids = torch.full((rows, seq), -1, dtype=torch.int64, device=device)

@@ -45,9 +45,7 @@ def load(op: str, provider: str) -> Callable[..., Any]:
     try:
         return getattr(importlib.import_module(module), function)
     except ImportError as error:
-        raise ImportError(
-            f"op {op}: provider {provider!r} needs the package {error.name!r}: {error}"
-        ) from error
+        raise ImportError(f"op {op}: provider {provider!r} needs the package {error.name!r}: {error}") from error
 
 
 class Ops:
@@ -61,9 +59,7 @@ class Ops:
         families = {op.split(".")[0] for op in PROVIDERS}
         for key in choice:
             if key != "*" and key not in PROVIDERS and key not in families:
-                raise ValueError(
-                    f"ops.{key} is neither an op nor a family{nearest(key, set(PROVIDERS) | families)}"
-                )
+                raise ValueError(f"ops.{key} is neither an op nor a family{nearest(key, set(PROVIDERS) | families)}")
         self.chosen = {op: self._provider(op, choice) for op in PROVIDERS}
         self._functions = {op: load(op, provider) for op, provider in self.chosen.items()}
 

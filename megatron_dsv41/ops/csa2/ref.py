@@ -97,23 +97,17 @@ def visible_entries(entries: Entries, rows: slice = slice(None)) -> Tensor:
     return (entry >= first) & (entry < first + count)
 
 
-def in_candidates(
-    entries: Entries, candidates_TB: Tensor, block_size: int, rows: slice = slice(None)
-) -> Tensor:
+def in_candidates(entries: Entries, candidates_TB: Tensor, block_size: int, rows: slice = slice(None)) -> Tensor:
     """Whether each entry stands in a candidate block of each query, bool [T, C]. Blocks are document-local."""
     num_entries = entries.token_C.shape[0]
     num_blocks = -(-num_entries // block_size)
-    chosen = torch.zeros(
-        candidates_TB.shape[0], num_blocks + 1, dtype=torch.bool, device=candidates_TB.device
-    )
+    chosen = torch.zeros(candidates_TB.shape[0], num_blocks + 1, dtype=torch.bool, device=candidates_TB.device)
     chosen.scatter_(1, torch.where(candidates_TB < 0, num_blocks, candidates_TB).long(), True)
     local = torch.arange(num_entries, device=candidates_TB.device) - entries.first_T[rows, None]
     return chosen.gather(1, local.clamp_min(0) // block_size) & (local >= 0)
 
 
-def _candidate_blocks(
-    scores_TC: Tensor, entries: Entries, rows: slice, block_size: int, num_blocks: int
-) -> Tensor:
+def _candidate_blocks(scores_TC: Tensor, entries: Entries, rows: slice, block_size: int, num_blocks: int) -> Tensor:
     """The best document-local blocks of every query, int32 [T, min(num_blocks, blocks)], ascending, -1 = none.
 
     A block scores its best visible entry; the block of the newest visible entry always stays.
@@ -178,9 +172,7 @@ def dense_teacher(
     The softmax runs over the window, all allowed entries and the sink.
     """
     with torch.no_grad():
-        slots_TS, used_TS = attention_slots(
-            window_start_T, window_offset, window, window_kv_JD.shape[0], None
-        )
+        slots_TS, used_TS = attention_slots(window_start_T, window_offset, window, window_kv_JD.shape[0], None)
         q = wide(q_THD)
         near_THS = torch.einsum("thd,tsd->ths", q, wide(window_kv_JD)[slots_TS]) * scale
         near_THS = near_THS.masked_fill(~used_TS[:, None], -torch.inf)
