@@ -1,10 +1,11 @@
-"""How the release stores quantized weights: E4M3 or packed E2M1 elements with E8M0 block scales (SPEC 18, 19).
+"""How the release stores quantized weights: E4M3 or packed E2M1 elements, E8M0 block scales (SPEC 18, 19).
 
-`decode` is exact or an error. `encode` follows the published rule, per block: scale 2^ceil(log2(amax / largest)), then
-round to nearest even. The rule leaves two things open, decided here: a block of zeros gets the scale 1, and there
-is no floor under amax (the activation formats have one; a weight block keeps its full precision however small).
-Several scales can hold the same values, so `encode` accepts the scales that a checkpoint came with and keeps them in
-every block whose values have not changed: that is what makes import -> export return the same bytes.
+`decode` is exact or an error. `encode` follows the published rule, per block: scale 2^ceil(log2(amax /
+largest)), then round to nearest even. The rule leaves two things open, decided here: a block of zeros gets
+the scale 1, and there is no floor under amax (the activation formats have one; a weight block keeps its full
+precision however small). Several scales can hold the same values, so `encode` accepts the scales that a
+checkpoint came with and keeps them in every block whose values have not changed: that is what makes import ->
+export return the same bytes.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Quantized:
     """A quantized matrix. `dtype` is its element format.
 
     data: float8_e4m3fn [rows, columns], or int8 [rows, columns / 2] with the even column in the low nibble.
-    scale: E8M0 [ceil(rows / block[0]), ceil(columns / block[1])] as float8_e8m0fnu, as its bytes (uint8) or as powers
-    of two (float32). The value of an element is data * scale.
+    scale: E8M0 [ceil(rows / block[0]), ceil(columns / block[1])] as float8_e8m0fnu, as its bytes (uint8) or
+    as powers of two (float32). The value of an element is data * scale.
     """
 
     data: Tensor
@@ -82,7 +83,8 @@ class Quantized:
 def scale_bytes(scale: Tensor) -> Tensor:
     """E8M0 bytes (uint8, byte b means 2^(b - 127)) of scales in any of their three dtypes.
 
-    ValueError for NaN scales, for float32 scales that are no power of two in E8M0's range, and for other dtypes.
+    ValueError for NaN scales, for float32 scales that are no power of two in E8M0's range, and for other
+    dtypes.
     """
     if scale.dtype == torch.float8_e8m0fnu:
         scale = scale.view(torch.uint8)
@@ -113,8 +115,8 @@ def powers_of_two(bytes_: Tensor, dtype: torch.dtype) -> Tensor:
 def decode(quantized: Quantized, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The values [rows, columns] in `dtype` (bfloat16 or float32), without rounding.
 
-    ValueError where that is impossible: data of another dtype or shape than the format's, NaN scales, values outside
-    the range of `dtype` (only with scales near the ends of E8M0).
+    ValueError where that is impossible: data of another dtype or shape than the format's, NaN scales, values
+    outside the range of `dtype` (only with scales near the ends of E8M0).
     """
     form, shape = quantized.format, quantized.shape
     want = torch.float8_e4m3fn if form.element == "e4m3" else torch.int8
@@ -143,9 +145,9 @@ def encode(
 ) -> Quantized:
     """Quantize x [rows, columns] (bfloat16 or float32). Rows and columns need not be multiples of the block.
 
-    kept: scales that the matrix had in its checkpoint, any scale dtype. A block whose values they hold bit for bit
-    keeps its scale, and thereby its bytes; every other block gets a new one. Scales come back in `scale_dtype`.
-    ValueError for non-finite values.
+    kept: scales that the matrix had in its checkpoint, any scale dtype. A block whose values they hold bit
+    for bit keeps its scale, and thereby its bytes; every other block gets a new one. Scales come back in
+    `scale_dtype`. ValueError for non-finite values.
     """
     rows, columns = x.shape
     shape = (rows, columns)
@@ -221,8 +223,8 @@ def _round(tiles: Tensor, bytes_: Tensor, form: Format) -> Tensor:
     if form.element == "e4m3":
         return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     size = x.abs().clamp_max(E2M1_MAX)
-    # Codes count steps of 1/2 below 2, of 1 below 4, of 2 up to 6: rounding the count to even is rounding to the even
-    # code.
+    # Codes count steps of 1/2 below 2, of 1 below 4, of 2 up to 6: rounding the count to even is rounding to
+    # the even code.
     steps = torch.where(size < 2.0, 2.0, torch.where(size < 4.0, 1.0, 0.5))
     before = torch.where(size < 2.0, 0.0, torch.where(size < 4.0, 2.0, 4.0))
     return ((size * steps).round() + before).to(torch.uint8) | (x.signbit().to(torch.uint8) << 3)
