@@ -58,12 +58,13 @@ def test_document_ids_of_consecutive_ends():
 
 
 def test_padding_of_a_short_sample():
-    # GPTDataset's padding: id 0, loss masked where the label is padding. The id 0 inside the text is a real token.
+    # GPTDataset's padding: id 0, loss masked where the label is padding. The 0 inside the text is a real token.
     inputs = torch.tensor([[5, 0, EOD, 0, 0], [0, 5, 6, 7, 8], [7, 6, 5, 9, EOD]])
     labels = torch.tensor([[0, EOD, 0, 0, 0], [5, 6, 7, 8, 9], [6, 5, 9, EOD, 0]])
     mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]).float()
     packed = pack(inputs, labels, eod_id=EOD, image_token_id=IMAGE, loss_mask_BS=mask)
-    assert packed.documents.alive_T.reshape(3, 5).tolist() == [[True] * 3 + [False] * 2, [True] * 5, [True] * 5]
+    alive = [[True] * 3 + [False] * 2, [True] * 5, [True] * 5]
+    assert packed.documents.alive_T.reshape(3, 5).tolist() == alive
     assert packed.weight_BS.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
     assert packed.documents.position_T.reshape(3, 5)[0].tolist() == [0, 1, 2, 0, 1]
 
