@@ -44,7 +44,7 @@ def overview() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 1 the command says no, 2 a mistake in what was asked."""
+    """Run one command and return its exit status: 0 done, 1 the command says no, 2 a user's mistake."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in arguments or os.environ.get("DSV41_TRACEBACK") == "1"
     arguments = [a for a in arguments if a != "--traceback"]

@@ -77,9 +77,7 @@ def test_mean_visible_is_the_mean_over_queries(seq_length, ratio, limit):
 
 def test_backward_counts_the_indexer_only_with_its_objective():
     config = presets.tiny()
-    off, sparse, dense = (
-        flops_per_token(config, 256, Phase(index_loss=m)) for m in ("off", "sparse", "dense")
-    )
+    off, sparse, dense = (flops_per_token(config, 256, Phase(index_loss=m)) for m in ("off", "sparse", "dense"))
     assert off.forward == sparse.forward == dense.forward
     assert off.training["indexer scores"] == off.forward["indexer scores"]
     assert off.training["experts"] == 3 * off.forward["experts"]

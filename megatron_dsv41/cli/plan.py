@@ -1,0 +1,233 @@
+"""`dsv41 plan`: what a run will be, before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dsv41.experiments.memory import Layout
+from megatron_dsv41.experiments.planning import describe_memory, describe_model
+from megatron_dsv41.presets import PRESETS
+from megatron_dsv41.run_config import Run, load_run, run_from_dict
+
+HELP = "show layers, parameters, memory per rank, tokens and learning rate of a run, without starting it"
+BARS = "▁▂▃▄▅▆▇█"
+SHORT = {"compressed_kv": "kv", "index_keys": "keys", "topk_indices": "top-k", "candidates": "pool"}
+CURVE_WIDTH = 60
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `dsv41 plan`."""
+    parser.add_argument("run", nargs="?", help="run file (YAML); without it, give --preset")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run file")
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="plan this model shape alone")
+    parser.add_argument("--ranks", type=int, help="number of processes (default: the fewest the layout allows)")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the learning-rate curve")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 0."""
+    planned = _planned_run(args)
+    report = plan_report(planned, args.ranks, with_schedule=args.preset is None)
+    if args.plot:
+        from megatron_dsv41.experiments.plots import plot_learning_rate
+
+        plot_learning_rate(planned.learning_rate, planned.steps, Path(args.plot))
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _print(report)
+    return 0
+
+
+def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) -> dict[str, Any]:
+    """Everything that `dsv41 plan` shows, as plain values. Raises ValueError for a layout that cannot be."""
+    config = planned.architecture()
+    layout = _layout(planned, ranks)
+    report = describe_model(config, planned.phase, planned.data.seq_length)
+    report["memory"] = describe_memory(config, layout)
+    if with_schedule:
+        flops = report["flops_per_token"]["training"]
+        warmup, stable, cosine = planned.lr_steps
+        corners = sorted({0, 1, warmup, warmup + stable, warmup + stable + cosine, planned.steps})
+        report["schedule"] = {
+            "steps": planned.steps,
+            "tokens_per_step": planned.tokens_per_step,
+            "tokens": planned.steps * planned.tokens_per_step,
+            "flops": planned.steps * planned.tokens_per_step * sum(flops.values()),
+            "learning_rate": [[step, planned.learning_rate(step)] for step in corners if step <= planned.steps],
+            "curve": [planned.learning_rate(step) for step in _evenly(planned.steps)],
+        }
+    return report
+
+
+def _planned_run(args: argparse.Namespace) -> Run:
+    if args.preset is None:
+        if args.run is None:
+            raise ValueError(f"name a run file or give --preset ({', '.join(sorted(PRESETS))})")
+        return load_run(args.run, args.overrides)
+    # With --preset the first positional, if any, is an override too.
+    overrides = ([args.run] if args.run else []) + args.overrides
+    bare = {
+        "model": {"preset": args.preset},
+        "data": {"train": "none", "seq_length": 4096},
+        "batch": {"sequences": 1},
+        "train": {"steps": 1},
+        "checkpoint": {"folder": "none"},
+    }
+    return run_from_dict(bare, overrides)
+
+
+def _layout(planned: Run, ranks: int | None) -> Layout:
+    parallel = planned.parallel
+    least = parallel.tp * parallel.pp * parallel.cp
+    world = ranks or max(least, parallel.pp * parallel.ep * parallel.etp)
+    if world % least:
+        raise ValueError(f"{world} ranks are not a multiple of tp x pp x cp = {least}")
+    data = world // least
+    if (world // parallel.pp) % (parallel.ep * parallel.etp):
+        raise ValueError(
+            f"{world // parallel.pp} ranks per stage are not a multiple of ep x etp = {parallel.ep * parallel.etp}"
+        )
+    per_pass = planned.batch.micro * data
+    if planned.sequences_per_step % per_pass and ranks is not None:
+        raise ValueError(
+            f"the global batch of {planned.sequences_per_step} sequences is not a multiple of "
+            f"batch.micro {planned.batch.micro} x data-parallel size {data}"
+        )
+    return Layout(
+        data=data,
+        tensor=parallel.tp,
+        pipeline=parallel.pp,
+        virtual=parallel.vpp,
+        context=parallel.cp,
+        expert=parallel.ep,
+        expert_tensor=parallel.etp,
+        micro_batch=planned.batch.micro,
+        num_micro_batches=max(planned.sequences_per_step // per_pass, 1),
+        seq_length=planned.data.seq_length,
+        recompute=planned.train.recompute,
+        cut=parallel.layout,
+    )
+
+
+def _evenly(steps: int) -> list[int]:
+    return sorted({max(1, round(steps * i / (CURVE_WIDTH - 1))) for i in range(CURVE_WIDTH)})
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a file or pipe has room for whole rows
+        console = Console(highlight=False, width=140)
+    console.print(_layer_table(report["layers"]))
+    console.print(_parameter_table(report))
+    console.print(_memory_table(report["memory"]))
+    if "schedule" in report:
+        _print_schedule(console, report["schedule"])
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[int] = (0,)) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number in left else "right")
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row))
+    return table
+
+
+def _layer_table(layers: list[dict[str, Any]]) -> Any:
+    """One row per run of equal layers."""
+    rows: list[list[object]] = []
+    previous: tuple[object, ...] | None = None
+    for layer in layers:
+        facts = (
+            layer["kind"].upper(),
+            layer["ratio"],
+            layer["kv_source"],
+            layer["topk_source"],
+            "yes" if layer["engram"] else "",
+            layer["candidates"],
+            " ".join(SHORT[field] for field in layer["live"]) or "-",
+            f"{layer['boundary_bytes']:,.0f}",
+        )
+        if facts == previous:
+            rows[-1][0] = f"{str(rows[-1][0]).split('-')[0]}-{layer['layer']}"
+        else:
+            rows.append([layer["layer"], *facts])
+        previous = facts
+    columns = ("layer", "kind", "ratio", "KV of", "top-k of", "Engram", "pool", "crosses a cut before it", "B/token")
+    return _table("Layers", columns, rows, left=(0, 1, 5, 6, 7))
+
+
+def _parameter_table(report: dict[str, Any]) -> Any:
+    parameters = report["parameters"]
+    rows = [(kind, f"{number:,}") for kind, number in parameters["by_kind"].items()]
+    rows.append(("backbone", f"{parameters['backbone']:,}"))
+    rows.append(("total", f"{parameters['total']:,}"))
+    rows.append(("active, reading a prompt", f"{parameters['active_prefill']:,}"))
+    rows.append(("active, generating", f"{parameters['active_decode']:,}"))
+    rows.append(("global KV per token", f"{report['kv_bytes_per_token']:,g} B"))
+    flops = report["flops_per_token"]
+    forward, training = sum(flops["forward"].values()), sum(flops["training"].values())
+    rows.append((f"FLOPs per token at {report['seq_length']}: forward", f"{forward / 1e9:,.4g} G"))
+    rows.append(("forward and backward", f"{training / 1e9:,.4g} G"))
+    return _table("\nParameters", ("kind", ""), rows)
+
+
+def _memory_table(memory: dict[str, Any]) -> Any:
+    layout = memory["layout"]
+    axes = {"tensor": "tp", "pipeline": "pp", "virtual": "vpp", "context": "cp", "expert": "ep", "data": "dp"}
+    title = (
+        f"\nEstimated memory per rank in GB, {layout['world']} ranks ("
+        + " ".join(f"{short}={layout[axis]}" for axis, short in axes.items())
+        + f", micro-batch {layout['micro_batch']} x {layout['seq_length']}, recompute {layout['recompute']})"
+    )
+    rows = [
+        (
+            number,
+            _ranges(stage["layers"]),
+            _short(stage["parameters"]),
+            *(f"{stage[part] / 1e9:.3g}" for part in ("weights", "gradients", "optimizer", "activations", "total")),
+        )
+        for number, stage in enumerate(memory["stages"])
+    ]
+    columns = ("stage", "layers", "parameters", "weights", "grads", "optimizer", "activations", "total")
+    return _table(title, columns, rows, left=(0, 1))
+
+
+def _short(number: float) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:g}"
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2 5"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][1] == layer - 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return " ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
+def _print_schedule(console: Any, schedule: dict[str, Any]) -> None:
+    rows = [(f"{step:,}", f"{rate:.4g}") for step, rate in schedule["learning_rate"]]
+    console.print(
+        f"\n[bold]Run[/bold]: {schedule['steps']:,} steps x {schedule['tokens_per_step']:,} tokens "
+        f"= {schedule['tokens']:,} tokens, {schedule['flops']:.3g} FLOPs"
+    )
+    console.print(_table("\nLearning rate", ("step", "rate"), rows, left=()))
+    peak = max(schedule["curve"]) or 1.0
+    bars = "".join(BARS[min(int(rate / peak * len(BARS)), len(BARS) - 1)] for rate in schedule["curve"])
+    console.print(f"  {bars}")

@@ -1,0 +1,175 @@
+"""Estimated memory of one rank from the config and the layout, as stated formulas. For planning, not for accounting.
+
+Per parameter: weights in the training dtype; gradients fp32; AdamW state 12 bytes for bf16 weights (fp32 main copy
+and two moments), 8 for fp32 weights, divided over the ranks that share the parameter when the optimizer is
+distributed. Engram rows divide over their own group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.experiments.flops import layer_parameters
+from megatron_dsv41.layer_plan import LayerPlan, plan_layers
+
+Recompute = Literal["none", "block"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a run is spread: group sizes along each axis, and what one micro-batch is."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1  # model chunks per pipeline rank
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    engram: int = 1
+    micro_batch: int = 1
+    num_micro_batches: int = 1
+    seq_length: int = 4096
+    recompute: Recompute = "none"
+    distributed_optimizer: bool = True
+    cut: str | None = None  # Megatron's pipeline layout string; None: even
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"layout.{field.name} must be at least 1, got {value}")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    def stage_layers(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
+        """Layer ids of every pipeline rank. Chunk c of the layer order lies on rank c mod `pipeline`."""
+        num_chunks = self.pipeline * self.virtual
+        if self.cut is not None:
+            sizes = chunk_sizes(self.cut)
+            if len(sizes) != num_chunks or sum(sizes) != num_layers:
+                raise ValueError(
+                    f"parallel.layout {self.cut!r} has {len(sizes)} chunks with {sum(sizes)} layers; "
+                    f"pp x vpp = {num_chunks} chunks and {num_layers} layers are needed"
+                )
+        elif num_layers % num_chunks:
+            raise ValueError(
+                f"{num_layers} layers do not divide into pp x vpp = {num_chunks} chunks: set parallel.layout"
+            )
+        else:
+            sizes = [num_layers // num_chunks] * num_chunks
+        stages: list[list[int]] = [[] for _ in range(self.pipeline)]
+        first = 0
+        for chunk, size in enumerate(sizes):
+            stages[chunk % self.pipeline].extend(range(first, first + size))
+            first += size
+        return tuple(map(tuple, stages))
+
+
+def chunk_sizes(cut: str) -> list[int]:
+    """Decoder layers of every chunk of a Megatron pipeline layout such as "Et*3|(tt|)*2tL"."""
+    flat = cut.replace(" ", "").replace(",", "")
+    for pattern in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
+        flat = re.sub(pattern, lambda match: match[1] * int(match[2]), flat)
+    if not set(flat) <= set("EtLm|"):
+        raise ValueError(f"parallel.layout {cut!r}: only E, t, L, m, |, *n and (...)*n are understood")
+    return [chunk.count("t") for chunk in flat.split("|")]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """Bytes that one rank of a pipeline stage holds."""
+
+    layers: tuple[int, ...]
+    parameters: int  # held by this rank
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def memory_per_rank(config: DSV41Config, layout: Layout) -> tuple[StageMemory, ...]:
+    """One entry per pipeline stage. Vision and DSpark are not trained here and not counted."""
+    plans = plan_layers(config)
+    stages = layout.stage_layers(len(plans))
+    return tuple(
+        _stage_memory(config, layout, stage, [plans[layer] for layer in layers]) for stage, layers in enumerate(stages)
+    )
+
+
+def activation_bytes(config: DSV41Config, recompute: Recompute) -> float:
+    """Bytes per token that one layer keeps for its backward pass.
+
+    none: streams before both sites; inputs and norms of both sites; q latents, rotated q, attention output before
+    and after the inverse rotation, grouped output, window KV; for every expert gate, up and product, and
+    dispatched inputs and outputs. block: the input streams alone.
+    """
+    c, d = config, config.hidden_size
+    if recompute == "block":
+        return c.hc_mult * d * dtype_bytes(c)
+    width = c.num_attention_heads * c.head_dim
+    attention = 3 * width + c.o_groups * c.o_lora_rank + 2 * c.q_lora_rank + 2 * c.head_dim
+    inner = (c.num_experts_per_tok + c.n_shared_experts) * c.moe_intermediate_size
+    experts = 3 * inner + 2 * c.num_experts_per_tok * d + d
+    return (2 * c.hc_mult * d + 4 * d + attention + experts) * dtype_bytes(c)
+
+
+def dtype_bytes(config: DSV41Config) -> int:
+    """Bytes of one weight or activation in the training dtype."""
+    return 4 if config.dtype == "float32" else 2
+
+
+def _stage_memory(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[LayerPlan]) -> StageMemory:
+    dense = experts = tables = 0
+    for plan in plans:
+        count = layer_parameters(c, plan)
+        experts += count["routed experts"]
+        tables += count["engram tables"]
+        dense += count.total() - count["routed experts"] - count["engram tables"]
+    is_last = stage == layout.pipeline - 1
+    dense += c.vocab_size * c.hidden_size * ((stage == 0) + is_last) + c.hidden_size * is_last
+
+    # (parameters on this rank, ranks that share them): the optimizer divides its state over the latter.
+    expert_group = layout.expert * layout.expert_tensor
+    parts = (
+        (math.ceil(dense / layout.tensor), layout.data * layout.context),
+        (math.ceil(experts / expert_group), max(layout.world // layout.pipeline // expert_group, 1)),
+        (math.ceil(tables / layout.engram), max(layout.world // layout.pipeline // layout.engram, 1)),
+    )
+    held = sum(size for size, _ in parts)
+    state = 8 if dtype_bytes(c) == 4 else 12
+    shared = (size / (sharers if layout.distributed_optimizer else 1) for size, sharers in parts)
+    return StageMemory(
+        layers=tuple(plan.layer for plan in plans),
+        parameters=held,
+        weights=held * dtype_bytes(c),
+        gradients=held * 4,
+        optimizer=state * sum(shared),
+        activations=_stage_activations(c, layout, stage, len(plans)),
+    )
+
+
+def _stage_activations(c: DSV41Config, layout: Layout, stage: int, num_layers: int) -> float:
+    tokens = layout.micro_batch * layout.seq_length / (layout.context * layout.tensor)
+    # Layers whose backward is still to come, at most, under 1F1B and its interleaved form.
+    pipeline, virtual = layout.pipeline, layout.virtual
+    chunks = pipeline - stage if virtual == 1 else 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
+    waiting = min(chunks, layout.num_micro_batches * virtual) * num_layers / virtual
+    kept = waiting * activation_bytes(c, layout.recompute)
+    if layout.recompute != "none":  # one layer at a time has everything while it runs backward
+        kept += activation_bytes(c, "none")
+    logits = 2 * 4 * c.vocab_size if stage == pipeline - 1 else 0  # fp32 logits and their gradient
+    return tokens * (kept + logits)

@@ -1,0 +1,77 @@
+"""What a run will be, before anything starts: layers, parameters, FLOPs, memory, steps. Plain values for JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.experiments.flops import (
+    active_parameters,
+    count_parameters,
+    flops_per_token,
+    kv_bytes_per_token,
+)
+from megatron_dsv41.experiments.memory import Layout, dtype_bytes, memory_per_rank
+from megatron_dsv41.layer_plan import STATE_FIELDS, LayerPlan, live_at, plan_layers
+from megatron_dsv41.phase import Phase
+
+
+def describe_model(config: DSV41Config, phase: Phase, seq_length: int) -> dict[str, Any]:
+    """Layers, parameters by kind, active parameters, KV bytes and FLOPs per token of one architecture."""
+    count, active = count_parameters(config), active_parameters(config)
+    return {
+        "layers": [describe_layer(config, plan) for plan in plan_layers(config)],
+        "parameters": {
+            "by_kind": count.by_kind,
+            "backbone": count.backbone,
+            "total": count.total,
+            "active_prefill": active.prefill,
+            "active_decode": active.decode,
+        },
+        "kv_bytes_per_token": kv_bytes_per_token(config),
+        "flops_per_token": dataclasses.asdict(flops_per_token(config, seq_length, phase)),
+        "seq_length": seq_length,
+    }
+
+
+def describe_layer(config: DSV41Config, plan: LayerPlan) -> dict[str, Any]:
+    """One row of the layer table; `live` and `boundary_bytes` are of the boundary before the layer."""
+    live = live_at(plan_layers(config), plan.layer)
+    return {
+        "layer": plan.layer,
+        "kind": plan.kind.value,
+        "ratio": plan.ratio,
+        "kv_source": plan.kv_source,
+        "topk_source": plan.topk_source,
+        "engram": plan.has_engram,
+        "candidates": "makes" if plan.is_candidate_source else "uses" if plan.uses_candidates else "",
+        "live": [field for field in STATE_FIELDS if field in live],
+        "boundary_bytes": boundary_bytes(config, plan.layer) if plan.layer else 0,
+    }
+
+
+def boundary_bytes(config: DSV41Config, boundary: int) -> float:
+    """Bytes per token that a pipeline cut before layer `boundary` has to send: streams, pre-mix and live state.
+
+    Latents and keys in the training dtype, one per `ratio` tokens; selections int32 per token.
+    """
+    c, plans = config, plan_layers(config)
+    ratio = plans[boundary - 1].ratio or 1
+    sizes = {
+        "compressed_kv": c.head_dim * dtype_bytes(c) / ratio,
+        "index_keys": c.index_head_dim * dtype_bytes(c) / ratio,
+        "topk_indices": 4 * c.index_topk,
+        "candidates": 4 * c.candidate_topk_blocks,
+    }
+    streams = c.hc_mult * (c.hidden_size * dtype_bytes(c) + 4)
+    return streams + sum(sizes[field] for field in live_at(plans, boundary))
+
+
+def describe_memory(config: DSV41Config, layout: Layout) -> dict[str, Any]:
+    """Bytes per rank of every pipeline stage."""
+    stages = memory_per_rank(config, layout)
+    return {
+        "layout": dataclasses.asdict(layout) | {"world": layout.world},
+        "stages": [dataclasses.asdict(stage) | {"total": stage.total} for stage in stages],
+    }

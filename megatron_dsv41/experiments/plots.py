@@ -1,0 +1,78 @@
+"""Pictures of a run from the numbers that it wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# One colour per curve, readable in grey and by the colour-blind.
+COLOURS = ("#0b5394", "#d1670c", "#3d7d2b", "#8a3b8f")
+MAX_POINTS = 500
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of a run's metrics file (one JSON object per line), in the order in which they were written.
+
+    A last line that a killed process left unfinished is dropped; any other bad line is a ValueError.
+    """
+    lines = path.read_text().splitlines()
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+    return rows
+
+
+def series(rows: Sequence[dict[str, Any]], x: str, y: str) -> tuple[list[float], list[float]]:
+    """Points (x, y) of the rows that have both. Where a resumed run wrote an x again, the later value stands."""
+    points = {row[x]: row[y] for row in rows if row.get(x) is not None and row.get(y) is not None}
+    return list(points), list(points.values())
+
+
+def plot_loss(curves: dict[str, tuple[Sequence[float], Sequence[float]]], path: Path, *, title: str) -> None:
+    """Loss over steps, one named curve each, as a PNG."""
+    axes = _axes(title, "step", "loss (nats per token)")
+    for colour, (name, (x, y)) in zip(_colours(len(curves)), curves.items(), strict=True):
+        axes.plot(x, y, label=name, color=colour, linewidth=1.5, marker="o" if len(x) < 3 else None)
+    if len(curves) > 1:
+        axes.legend(frameon=False)
+    _save(axes, path)
+
+
+def plot_learning_rate(rate: Callable[[int], float], steps: int, path: Path) -> None:
+    """Learning rate over the whole run, as a PNG."""
+    x = sorted({max(1, round(steps * i / MAX_POINTS)) for i in range(MAX_POINTS + 1)})
+    axes = _axes(f"learning rate over {steps:,} steps", "step", "learning rate")
+    axes.plot(x, [rate(step) for step in x], color=COLOURS[0], linewidth=1.5)
+    _save(axes, path)
+
+
+def _colours(count: int) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(count)]
+
+
+def _axes(title: str, x: str, y: str) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)  # no display, and no global state of pyplot
+    axes: Any = figure.add_subplot()
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def _save(axes: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.part")
+    axes.figure.savefig(partial, dpi=130, format="png")
+    partial.replace(path)

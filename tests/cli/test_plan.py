@@ -1,0 +1,109 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_dsv41.cli import main
+from megatron_dsv41.run_config import run_from_dict
+
+RUN = """
+model: {preset: tiny}
+data: {train: corpus, seq_length: 128}
+batch: {sequences: 8}
+train: {steps: 100, precision: fp32}
+schedule: {warmup: 10, stable: 40, min_lr: 1e-5}
+optimizer: {lr: 1e-3}
+checkpoint: {folder: runs/x}
+"""
+
+
+def planned(capsys, *arguments):
+    assert main(["plan", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_flash_shows_the_released_numbers(capsys):
+    assert main(["plan", "--preset", "flash"]) == 0
+    text = capsys.readouterr().out
+    for number in ("763,205,315,794", "552,366,103,664", "7,894,958,080", "16,129,720,320", "890 B", "105.6 G"):
+        assert number in text
+
+
+def test_json_holds_what_the_tables_show(capsys):
+    report = planned(capsys, "--preset", "flash")
+    assert report["parameters"]["total"] == 763_205_315_794
+    assert report["kv_bytes_per_token"] == 890
+    assert len(report["layers"]) == 40
+    assert report["layers"][30]["live"] == ["compressed_kv", "index_keys", "topk_indices", "candidates"]
+    assert "schedule" not in report
+
+
+def test_a_run_file_shows_its_steps_and_learning_rate(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    schedule = planned(capsys, str(file), "train.steps=200")["schedule"]
+    assert (schedule["steps"], schedule["tokens_per_step"], schedule["tokens"]) == (200, 1024, 204_800)
+    rates = dict(schedule["learning_rate"])
+    assert rates[0] == 0.0
+    assert rates[10] == rates[50] == 1e-3
+    assert rates[200] == pytest.approx(1e-5)
+    assert main(["plan", str(file)]) == 0
+    assert "100 steps x 1,024 tokens = 102,400 tokens" in capsys.readouterr().out
+
+
+def test_the_learning_rate_plot_is_a_png(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    assert main(["plan", str(file), "--plot", str(tmp_path / "lr.png")]) == 0
+    assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["lr.png", "run.yaml"]
+
+
+def test_stages_hold_every_parameter_once(capsys):
+    report = planned(capsys, "--preset", "flash", "parallel.pp=4")
+    outside = report["parameters"]["by_kind"]["vision"] + report["parameters"]["by_kind"]["dspark"]
+    held = sum(stage["parameters"] for stage in report["memory"]["stages"])
+    assert held == report["parameters"]["total"] - outside
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--preset"),
+        (["--preset", "flash", "model.hidden=1"], "model.hidden is not a setting"),
+        (["--preset", "flash", "paralel.pp=2"], "did you mean parallel?"),
+        (["--preset", "flash", "parallel.pp=3"], "parallel.layout"),
+        (["--preset", "tiny", "parallel.pp=2", "parallel.layout=Et|tttL"], "2 chunks with 4 layers"),
+        (["--preset", "tiny", "parallel.tp=2", "--ranks", "3"], "not a multiple of tp x pp x cp"),
+        (["--preset", "tiny", "parallel.ep=4", "--ranks", "2"], "not a multiple of ep x etp"),
+        (["missing.yaml"], "missing.yaml does not exist"),
+    ],
+)
+def test_mistakes_name_the_setting(capsys, arguments, words):
+    assert main(["plan", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_planning_needs_no_torch():
+    code = (
+        "import sys; from megatron_dsv41.cli import main; main(['plan', '--preset', 'flash']);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_run_learning_rate_never_leaves_its_bounds():
+    run = run_from_dict(
+        {
+            "model": {"preset": "tiny"},
+            "data": {"train": "x", "seq_length": 8},
+            "batch": {"sequences": 1},
+            "train": {"steps": 50},
+            "schedule": {"warmup": 5, "stable": 5, "cosine": 20, "min_lr": 1e-6},
+            "checkpoint": {"folder": "x"},
+        }
+    )
+    rates = [run.learning_rate(step) for step in range(1, 51)]
+    assert max(rates) == run.optimizer.lr
+    assert rates[30:] == [1e-6] * 20

@@ -1,0 +1,58 @@
+import pytest
+
+from megatron_dsv41 import presets
+from megatron_dsv41.experiments.memory import Layout, activation_bytes, chunk_sizes, memory_per_rank
+
+
+@pytest.mark.parametrize(
+    ("cut", "sizes"),
+    [
+        ("Et|tttL", [1, 3]),
+        ("Et*3|(tt|)*2tL", [3, 2, 2, 1]),
+        ("E|t*4|(tt)*2|L", [0, 4, 4, 0]),
+        ("Ett, t | tL", [3, 1]),
+    ],
+)
+def test_layout_strings(cut, sizes):
+    assert chunk_sizes(cut) == sizes
+
+
+def test_an_unknown_letter_in_a_layout_is_refused():
+    with pytest.raises(ValueError, match="only E, t, L"):
+        chunk_sizes("Ex|tL")
+
+
+def test_virtual_chunks_go_around_the_pipeline():
+    layout = Layout(pipeline=2, virtual=2)
+    assert layout.stage_layers(8) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert Layout(pipeline=2, virtual=2, cut="E|tt|ttt|tttL").stage_layers(8) == ((2, 3, 4), (0, 1, 5, 6, 7))
+
+
+def test_flash_weights_gradients_and_optimizer_at_a_known_layout():
+    """One stage of 64 experts groups: 39.7 GB of bf16 weights beside replicated dense parts."""
+    layout = Layout(data=64, expert=64, engram=64, num_micro_batches=8)
+    (stage,) = memory_per_rank(presets.flash(), layout)
+    experts, tables = 543_581_798_400 // 64, 196_613_849_600 / 64
+    dense = 552_366_103_664 - 543_581_798_400 - 485_268_480
+    assert stage.parameters == pytest.approx(dense + experts + tables, abs=1)
+    assert stage.weights == stage.parameters * 2
+    assert stage.gradients == stage.parameters * 4
+    assert stage.optimizer == pytest.approx(12 * (dense / 64 + experts + tables), rel=1e-9)
+
+
+def test_recompute_keeps_the_streams_alone():
+    flash = presets.flash()
+    assert activation_bytes(flash, "block") == 4 * 5120 * 2
+    assert 500_000 < activation_bytes(flash, "none") < 600_000
+
+
+def test_earlier_stages_wait_for_more_micro_batches():
+    config = presets.tiny()
+    first, second = memory_per_rank(config, Layout(pipeline=2, num_micro_batches=8, seq_length=64))
+    logits = 2 * 4 * config.vocab_size * 64
+    assert first.activations == 2 * (second.activations - logits)
+
+
+def test_sizes_are_positive():
+    with pytest.raises(ValueError, match="layout.data must be at least 1, got 0"):
+        Layout(data=0)
