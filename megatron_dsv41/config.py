@@ -12,7 +12,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 ROPE_KEYS = {
     "factor": "rope_factor",
@@ -102,16 +102,16 @@ class DSV41Config:
     dtype: str = "bfloat16"
     initializer_range: float = 0.02
     # Whatever else the file held, returned unchanged by to_hf.
-    vision: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    vision: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     quantization: Mapping[str, Any] | None = None
     rope_key: Literal["rope_scaling", "rope_parameters"] = "rope_scaling"
-    source: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    source: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any], repr=False)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, list):
-                object.__setattr__(self, field.name, tuple(value))
+                object.__setattr__(self, field.name, tuple(cast("list[int]", value)))
             if field.type == "float" and isinstance(value, int):
                 object.__setattr__(self, field.name, float(value))
         _check_types(self)
@@ -176,7 +176,7 @@ class DSV41Config:
         was_empty = not self.source
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name, value in values.items():
-            plain = list(value) if isinstance(value, tuple) else value
+            plain: Any = list(cast("tuple[int, ...]", value)) if isinstance(value, tuple) else value
             homes = [place for place in (hf, text) if name in place]
             if not homes and name not in NOT_IN_TEXT_CONFIG and (was_empty or value != _DEFAULTS[name]):
                 homes = [hf if name in TOP_LEVEL_FIELDS else text]
@@ -249,8 +249,12 @@ def _check_types(c: DSV41Config) -> None:
         kind = expected.get(str(field.type))
         if kind and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             raise ValueError(f"{field.name} must be {field.type}, got {value!r}")
-        if str(field.type).startswith("tuple") and not all(type(v) is int for v in value):
+        if str(field.type).startswith("tuple") and not _is_int_tuple(value):
             raise ValueError(f"{field.name} must be a list of integers, got {value!r}")
+
+
+def _is_int_tuple(value: object) -> bool:
+    return isinstance(value, tuple) and all(type(v) is int for v in cast("tuple[object, ...]", value))
 
 
 def _check_dimensions(c: DSV41Config) -> None:
@@ -322,7 +326,7 @@ def _check_schedule(c: DSV41Config) -> None:
             raise ValueError(f"layer {layer} has compress ratio {ratios[layer]} but no kv source at or before it")
         _require(
             ratios[layer] == ratios[source],
-            f"layer {layer} has compress ratio {ratios[layer]} but reads layer {source}'s cache of ratio {ratios[source]}",
+            f"layer {layer} has compress ratio {ratios[layer]} but reads layer {source}: ratio {ratios[source]}",
         )
     candidate = c.candidate_source_layer_id
     _require(
@@ -339,7 +343,7 @@ def _check_schedule(c: DSV41Config) -> None:
 def _check_engram(c: DSV41Config) -> None:
     _require(
         len(c.engram_num_embeddings) == len(c.engram_layer_ids),
-        f"engram_num_embeddings has {len(c.engram_num_embeddings)} entries for {len(c.engram_layer_ids)} engram_layer_ids",
+        f"engram_num_embeddings has {len(c.engram_num_embeddings)} entries, engram_layer_ids {len(c.engram_layer_ids)}",
     )
     _require(
         c.engram_max_ngram_size >= 2,

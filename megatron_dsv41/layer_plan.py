@@ -70,7 +70,7 @@ class LayerPlan:
 
 def plan_layers(config: DSV41Config) -> tuple[LayerPlan, ...]:
     """One plan per backbone layer, in order."""
-    plans = []
+    plans: list[LayerPlan] = []
     kv_source = topk_source = None
     candidate = config.candidate_source_layer_id
     for layer, ratio in enumerate(config.backbone_ratios):
@@ -107,5 +107,5 @@ def live_at(plans: Sequence[LayerPlan], boundary: int) -> frozenset[str]:
     live: set[str] = set()
     for plan in reversed(plans[boundary:]):
         live = (live - plan.produces) | plan.consumes
-    written = frozenset().union(*(p.produces for p in plans[:boundary]))
+    written = frozenset[str]().union(*(p.produces for p in plans[:boundary]))
     return frozenset(live) & written

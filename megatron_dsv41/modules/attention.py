@@ -104,10 +104,10 @@ class Attention(nn.Module):
         topk, candidates = self.ops["csa2.select"](
             self.indexer.quantize(q_TID),
             weights_TI,
-            self.indexer.quantize(state.index_keys.detach()),
+            self.indexer.quantize(state.need("index_keys").detach()),
             entries,
             config.index_topk,
-            state.candidates if restricted else None,
+            state.need("candidates") if restricted else None,
             config.candidate_block_size,
             config.candidate_topk_blocks if self.plan.is_candidate_source else 0,
         )
@@ -123,24 +123,25 @@ class Attention(nn.Module):
         batch: Batch,
     ) -> tuple[Tensor, Tensor]:
         window_start_T = batch.decoder_window_start_T if self.plan.in_decoder else batch.window_start_T
-        compressed_kv = state.compressed_kv if self.plan.ratio else None
+        compressed_kv = state.need("compressed_kv") if self.plan.ratio else None
         where = (self.attn_sink, window_start_T, 0, self.config.head_dim**-0.5)
         window = self.config.sliding_window
         teaches = index_queries is not None and self.indexer.trained
+        sparse = teaches and self.phase.index_loss == "sparse"
         attended = self.ops["csa2.sparse_attend"](
             q_THD,
             self.primitives.fan_out(window_kv_TD),
             None if compressed_kv is None else self.primitives.fan_out(compressed_kv),
-            state.topk_indices if self.plan.ratio else None,
+            state.need("topk_indices") if self.plan.ratio else None,
             *where,
             window=window,
-            teacher=teaches and self.phase.index_loss == "sparse",
+            teacher=sparse,
         )
-        if not teaches:
+        if index_queries is None or compressed_kv is None or not teaches:
             return attended, q_THD.new_zeros((), dtype=torch.float32)
-        if self.phase.index_loss == "sparse":
+        if sparse:
             attended, teacher = attended
-            slots = state.topk_indices
+            slots = state.need("topk_indices")
         else:
             allowed_TC = self._allowed(state, batch.entries[self.plan.ratio])
             teacher = self.ops["csa2.dense_teacher"](
@@ -153,12 +154,14 @@ class Attention(nn.Module):
             )
             entry = torch.arange(allowed_TC.shape[1], device=allowed_TC.device)
             slots = torch.where(allowed_TC, entry, -1)
-        divergence_T = self.ops["csa2.index_divergence"](*index_queries, state.index_keys, slots, teacher)
+        divergence_T = self.ops["csa2.index_divergence"](
+            *index_queries, state.need("index_keys"), slots, teacher
+        )
         return attended, divergence_T.mean() * self.phase.index_loss_weight
 
     def _allowed(self, state: SharedState, entries: Entries) -> Tensor:
         """Entries that this layer's indexer may choose from, bool [T, C]."""
         allowed_TC = visible_entries(entries)
         if self.plan.uses_candidates and self.phase.hsi:
-            allowed_TC = allowed_TC & in_candidates(entries, state.candidates, self.config.candidate_block_size)
+            allowed_TC = allowed_TC & in_candidates(entries, state.need("candidates"), self.config.candidate_block_size)
         return allowed_TC

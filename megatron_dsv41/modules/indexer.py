@@ -1,4 +1,4 @@
-"""Lightning indexer: keys of a KV source, queries of a selecting layer, the selection and its objective (SPEC 8.5, 9)."""
+"""Lightning indexer: keys of a KV source, queries of a selecting layer (SPEC 8.5, 9)."""
 
 from __future__ import annotations
 

@@ -30,6 +30,13 @@ class SharedState:
         """The state with every field outside `live` dropped."""
         return dataclasses.replace(self, **{name: None for name in STATE_FIELDS if name not in live})
 
+    def need(self, name: str) -> Tensor:
+        """A field that the layer plan says is alive here."""
+        value = getattr(self, name)
+        if value is None:
+            raise RuntimeError(f"shared state has no {name} where the layer plan says it is alive")
+        return value
+
     def to_tensors(self) -> list[Tensor | None]:
         """The fields in `STATE_FIELDS` order."""
         return [getattr(self, name) for name in STATE_FIELDS]

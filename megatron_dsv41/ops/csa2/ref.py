@@ -136,8 +136,8 @@ def select(
 ) -> tuple[Tensor, Tensor | None]:
     """The entries every query attends to, and with `num_blocks` > 0 the pool for later layers.
 
-    Returns flat entry ids int32 [T, min(topk, C)], ascending, -1 = none at the end; and document-local block ids int32
-    [T, min(num_blocks, blocks)], likewise, or None. With `candidates_TB` only entries of those blocks are scored.
+    Returns flat entry ids int32 [T, min(topk, C)], ascending, -1 = none at the end; and document-local block ids
+    int32 [T, min(num_blocks, blocks)], likewise, or None. With `candidates_TB` only entries of those blocks are scored.
     Only visible entries are selected; among equal scores the smaller index wins. No gradient.
     """
     topk_rows, pool_rows = [], []
@@ -167,7 +167,7 @@ def dense_teacher(
     *,
     window: int,
 ) -> Tensor:
-    """Head-summed attention probabilities over every allowed entry, fp32 [T, C], without gradient (SPEC 9, dense target).
+    """Head-summed attention probabilities over every allowed entry, fp32 [T, C], without gradient (SPEC 9, dense).
 
     The softmax runs over the window, all allowed entries and the sink.
     """

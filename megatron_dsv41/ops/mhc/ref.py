@@ -12,7 +12,7 @@ from megatron_dsv41.ops.numerics import wide
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
-    """Row softmax plus eps, columns, then (rows, columns) iters-1 times. logits, result [..., source i, destination j]."""
+    """Row softmax plus eps, columns, then (rows, columns) iters-1 times; [..., source i, destination j]."""
     comb = logits.softmax(-1) + eps
     comb = comb / (comb.sum(-2, keepdim=True) + eps)
     for _ in range(iters - 1):
