@@ -11,7 +11,10 @@ from megatron_dsv41.config import nearest
 # op -> provider -> "module:function". Every op has "ref", the definition; other providers have the same signature.
 # Provider modules are imported when they are chosen, so optional packages stay optional.
 PROVIDERS: dict[str, dict[str, str]] = {
-    "csa2.sparse_attend": {"ref": "megatron_dsv41.ops.csa2.ref:sparse_attend"},
+    "csa2.sparse_attend": {
+        "ref": "megatron_dsv41.ops.csa2.ref:sparse_attend",
+        "triton": "megatron_dsv41.ops.csa2.triton_attend:sparse_attend",
+    },
     "csa2.pool": {"ref": "megatron_dsv41.ops.csa2.ref:pool"},
     "csa2.select": {"ref": "megatron_dsv41.ops.csa2.ref:select"},
     "csa2.dense_teacher": {"ref": "megatron_dsv41.ops.csa2.ref:dense_teacher"},

@@ -5,6 +5,9 @@ window's keys as a band without atomics, then the selected entries' keys by fp32
 partial rows that each entry sums in order.
 """
 
+# Kernel launches take options (num_warps, num_stages) that pyright does not see in the kernel's signature.
+# pyright: reportCallIssue=none
+
 from __future__ import annotations
 
 import dataclasses

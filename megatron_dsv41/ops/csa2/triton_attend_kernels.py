@@ -5,7 +5,9 @@ One program works on one query token: its heads are the rows of every matrix pro
 Logits are kept in units of log2 so that exp2 applies.
 """
 
+# Triton's language is not Python's: its types are beyond pyright.
 # pyright: reportArgumentType=none, reportAttributeAccessIssue=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAssignmentType=none, reportGeneralTypeIssues=none
 
 import triton
 import triton.language as tl

@@ -1,0 +1,183 @@
+"""GPU providers of csa2.sparse_attend against the definition in float64: forward, backward, hostile values.
+
+Runs on a CUDA device, or with TRITON_INTERPRET=1 on the CPU (Triton's kernels only).
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dsv41.ops import registry
+from megatron_dsv41.ops.csa2 import ref
+
+pytestmark = pytest.mark.gpu
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+PROVIDERS = [name for name in registry.providers("csa2.sparse_attend") if name != "ref"]
+if INTERPRETED:
+    PROVIDERS = ["triton"]
+SMALL = dict(heads=8, dim=64, window=8, topk=16)
+RELEASED = dict(heads=64, dim=512, window=128, topk=512)
+
+
+def case(
+    tokens, *, heads, dim, window, topk, entries: int | None = None, offset=0, size: float = 1.0, documents=1, seed=0
+) -> dict[str, Any]:
+    """Inputs of one call, bf16, with -1 slots, duplicates of the window and rows without entries."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    entries = max(tokens, 1) if entries is None else entries
+    here = torch.arange(tokens)
+    starts = torch.linspace(0, tokens, documents + 1).long()[:-1]
+    document_start = starts[torch.searchsorted(starts, here, right=True) - 1]
+    window_start = torch.maximum(document_start, here - (window - 1)) + offset
+    window_start = torch.where(document_start == 0, (here + offset - (window - 1)).clamp_min(0), window_start)
+    order = torch.rand(tokens, entries, generator=generator).argsort(-1)[:, :topk]
+    number = torch.randint(0, topk + 1, (tokens,), generator=generator)
+    chosen = torch.full((tokens, topk), entries)
+    chosen[:, : order.shape[1]] = order
+    chosen[torch.arange(topk) >= number[:, None]] = entries
+    chosen = chosen.sort(-1).values
+    topk_ids = torch.where(chosen == entries, -1, chosen).to(torch.int32)
+    bf16 = lambda x: x.to(torch.bfloat16).to(DEVICE)  # noqa: E731
+    return dict(
+        q_THD=bf16(normal(tokens, heads, dim) * size),
+        window_kv_JD=bf16(normal(tokens + offset, dim)),
+        compressed_kv_CD=bf16(normal(entries, dim)),
+        topk_TK=topk_ids.to(DEVICE),
+        sink_H=normal(heads).to(DEVICE),
+        window_start_T=window_start.to(DEVICE),
+        window_offset=offset,
+        scale=dim**-0.5,
+        window=window,
+    )
+
+
+LEAVES = ("q_THD", "window_kv_JD", "compressed_kv_CD", "sink_H")
+
+
+def run(function, inputs, grad_out, dtype=None, **options):
+    """Output and the gradient of every leaf, in float64."""
+    inputs = dict(inputs)
+    for name in LEAVES:
+        if inputs[name] is not None:
+            value = inputs[name] if dtype is None else inputs[name].to(dtype)
+            inputs[name] = value.detach().clone().requires_grad_()
+    out = function(**inputs, **options)
+    out.backward(grad_out.to(out.dtype))
+    leaves = [inputs[name].grad for name in LEAVES if inputs[name] is not None]
+    return [x.detach().double() for x in (out, *leaves)]
+
+
+def error(x, reference):
+    return ((x - reference).norm() / reference.norm().clamp_min(1e-6)).item()
+
+
+def compare(provider, inputs, **options):
+    """Every result within 1.5 times the bf16 definition's own distance from the definition in float64."""
+    grad_out = torch.randn(inputs["q_THD"].shape, generator=torch.Generator().manual_seed(7)).to(DEVICE).bfloat16()
+    exact = run(ref.sparse_attend, inputs, grad_out, torch.float64)
+    plain = run(ref.sparse_attend, inputs, grad_out)
+    ours = run(registry.load("csa2.sparse_attend", provider), inputs, grad_out, **options)
+    for name, mine, theirs, truth in zip(("out", *LEAVES), ours, plain, exact, strict=False):
+        assert mine.isfinite().all(), name
+        assert error(mine, truth) <= 1.5 * error(theirs, truth) + 2e-3, (name, error(mine, truth), error(theirs, truth))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("tokens", [1, 3, 127] if INTERPRETED else [1, 127, 1001])
+def test_odd_token_counts(provider, tokens):
+    sizes = SMALL if INTERPRETED else dict(RELEASED, topk=64)
+    compare(provider, case(tokens, **sizes))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("heads", [8, 16, 24, 64])
+def test_head_counts_that_tensor_parallelism_leaves(provider, heads):
+    sizes = dict(SMALL if INTERPRETED else RELEASED, heads=heads, topk=40)
+    compare(provider, case(9 if INTERPRETED else 150, **sizes, seed=heads))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_packed_documents_and_halo(provider):
+    sizes = SMALL if INTERPRETED else dict(RELEASED, topk=96)
+    tokens = 30 if INTERPRETED else 400
+    compare(provider, case(tokens, **sizes, documents=4))
+    compare(provider, case(tokens, **sizes, documents=3, offset=sizes["window"] - 1))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_window_only(provider):
+    sizes = SMALL if INTERPRETED else RELEASED
+    inputs = case(20 if INTERPRETED else 300, **sizes) | dict(compressed_kv_CD=None, topk_TK=None)
+    compare(provider, inputs)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_released_size(provider):
+    if INTERPRETED:
+        pytest.skip("too slow to interpret")
+    compare(provider, case(640, **RELEASED))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_hostile_values(provider):
+    """Logits of +-1e4, no entries at all, every entry equal, entries that repeat the window, no slot at all."""
+    sizes = SMALL if INTERPRETED else dict(RELEASED, topk=64)
+    tokens = 12 if INTERPRETED else 200
+    inputs = case(tokens, **sizes)
+    compare(provider, inputs | dict(topk_TK=torch.full_like(inputs["topk_TK"], -1)))
+    compare(provider, inputs | dict(topk_TK=torch.zeros_like(inputs["topk_TK"])))
+    compare(provider, inputs | dict(compressed_kv_CD=inputs["window_kv_JD"].clone()))
+    empty = inputs | dict(
+        topk_TK=torch.full_like(inputs["topk_TK"], -1), window_start_T=torch.arange(1, tokens + 1, device=DEVICE)
+    )
+    for result in run(registry.load("csa2.sparse_attend", provider), empty, torch.ones_like(inputs["q_THD"])):
+        assert not result.any()
+    function = registry.load("csa2.sparse_attend", provider)
+    for size in (1e4, -1e4):
+        large = inputs | dict(q_THD=inputs["q_THD"] * size)
+        out, *grads = run(function, large, torch.ones_like(inputs["q_THD"]))
+        assert error(out, registry.load("csa2.sparse_attend", "ref")(**large).double()) < 2e-2
+        assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_teacher_is_the_head_summed_probability(provider):
+    inputs = case(11 if INTERPRETED else 300, **(SMALL if INTERPRETED else RELEASED))
+    _, truth = ref.sparse_attend(**inputs, teacher=True)
+    _, mine = registry.load("csa2.sparse_attend", provider)(**inputs, teacher=True)
+    assert mine.dtype == torch.float32 and not mine.requires_grad
+    torch.testing.assert_close(mine, truth, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_wide_latent_gets_a_wide_gradient(provider):
+    inputs = case(9 if INTERPRETED else 200, **(SMALL if INTERPRETED else RELEASED))
+    inputs["compressed_kv_CD"] = inputs["compressed_kv_CD"].float().requires_grad_()
+    registry.load("csa2.sparse_attend", provider)(**inputs).float().sum().backward()
+    assert inputs["compressed_kv_CD"].grad.dtype == torch.float32
+
+
+def test_deterministic_gradients_repeat_bitwise():
+    inputs = case(13 if INTERPRETED else 500, **(SMALL if INTERPRETED else RELEASED))
+    grad_out = torch.randn(inputs["q_THD"].shape, generator=torch.Generator().manual_seed(7)).to(DEVICE).bfloat16()
+    function = registry.load("csa2.sparse_attend", "triton")
+    compare("triton", inputs, deterministic=True)
+    first = run(function, inputs, grad_out, deterministic=True)
+    for _ in range(2 if INTERPRETED else 20):
+        again = run(function, inputs, grad_out, deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_what_a_provider_does_not_take_is_an_error(provider):
+    inputs = case(4, **(SMALL if INTERPRETED else RELEASED))
+    function = registry.load("csa2.sparse_attend", provider)
+    with pytest.raises(ValueError, match="bfloat16"):
+        function(**inputs | dict(q_THD=inputs["q_THD"].float()))
+    with pytest.raises(ValueError, match="channels"):
+        function(**inputs | dict(q_THD=inputs["q_THD"][..., :48]))
