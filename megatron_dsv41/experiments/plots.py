@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,6 @@ from typing import Any
 # One colour per curve, readable in grey and by the colour-blind.
 COLOURS = ("#0b5394", "#d1670c", "#3d7d2b", "#8a3b8f")
 MAX_POINTS = 500
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a run's metrics file (one JSON object per line), in the order in which they were written.
-
-    A last line that a killed process left unfinished is dropped; any other bad line is a ValueError.
-    """
-    lines = path.read_text().splitlines()
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ValueError(f"{path} line {number} is not JSON: {error}") from error
-    return rows
 
 
 def series(rows: Sequence[dict[str, Any]], x: str, y: str) -> tuple[list[float], list[float]]:
