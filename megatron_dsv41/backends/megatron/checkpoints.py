@@ -1,0 +1,183 @@
+"""A run's checkpoints on disk: complete or absent, whatever killed the process that wrote them.
+
+Megatron writes its torch_dist checkpoint into `.saving/`; when it is complete and on disk it is renamed to
+`iter_0000100/`, and only then the tracker file names it. Everything else in the folder is left over and ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STAGING = ".saving"
+TRACKER = "latest_checkpointed_iteration.txt"
+MOST_LISTED = 10
+
+
+def checkpoint_path(folder: str | Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies."""
+    return Path(folder) / f"iter_{step:07d}"
+
+
+def complete_steps(folder: str | Path) -> list[int]:
+    """Steps of all complete checkpoints in a run's folder, ascending."""
+    found = []
+    for path in Path(folder).glob("iter_*"):
+        digits = path.name.removeprefix("iter_")
+        if digits.isdigit() and all((path / part).is_file() for part in (".metadata", "metadata.json")):
+            found.append(int(digits))
+    return sorted(found)
+
+
+def open_folder(folder: str | Path, resume: bool) -> int | None:
+    """Make the run's folder ready (one rank): the step to resume from, or None for a new run.
+
+    The tracker is rewritten to name the newest complete checkpoint, and what a killed save left is deleted.
+    ValueError when the folder holds something and must not be continued.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"checkpoint.folder {folder} is a file")
+    if folder.is_dir() and any(folder.iterdir()):
+        ours = complete_steps(folder) or any((folder / name).exists() for name in ("run.yaml", TRACKER, STAGING))
+        if not resume:
+            raise ValueError(
+                f"checkpoint.folder {folder} is not empty and checkpoint.resume is false: choose another folder"
+            )
+        if not ours:
+            raise ValueError(
+                f"checkpoint.folder {folder} is not empty and holds no run of this program: choose another folder"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / STAGING, ignore_errors=True)
+    steps = complete_steps(folder)
+    if not steps:
+        (folder / TRACKER).unlink(missing_ok=True)
+        return None
+    _write_tracker(folder, steps[-1])
+    return steps[-1]
+
+
+def require_space(folder: str | Path, num_bytes: float, what: str = "one checkpoint") -> None:
+    """OSError when the disk under `folder` has not `num_bytes` left."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise OSError(
+            f"{what} takes about {num_bytes / 1e9:.1f} GB, the disk under {folder} has {free / 1e9:.1f} GB left: "
+            "free some space, lower checkpoint.keep, or choose another checkpoint.folder"
+        )
+
+
+def save(folder: str | Path, step: int, keep: int | None, write: Callable[[str], None]) -> None:
+    """`write(folder)` a checkpoint somewhere else, then put it in place. Collective.
+
+    When writing fails, what was written is deleted, earlier checkpoints stay, and an OSError says what happened.
+    """
+    folder = Path(folder)
+    staging = folder / STAGING
+    if _is_first():
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+    _barrier()
+    try:
+        write(str(staging))
+    except Exception as error:
+        if _is_first():
+            shutil.rmtree(staging, ignore_errors=True)
+        steps = complete_steps(folder)
+        last = f"the last complete checkpoint is step {steps[-1]}" if steps else "there is no earlier checkpoint"
+        raise OSError(f"saving step {step} to {folder} failed ({_cause(error)}); {last}") from error
+    if _is_first():
+        _publish(folder, staging, step, keep)
+    _barrier()
+
+
+def _publish(folder: Path, staging: Path, step: int, keep: int | None) -> None:
+    written = staging / checkpoint_path(folder, step).name
+    for path in [*written.rglob("*"), written]:
+        _sync(path)
+    target = checkpoint_path(folder, step)
+    if target.exists():  # the same step again, after a resume from an older one
+        shutil.rmtree(target)
+    os.replace(written, target)
+    _sync(folder)
+    _write_tracker(folder, step)
+    shutil.rmtree(staging, ignore_errors=True)
+    if keep is not None:
+        for old in complete_steps(folder)[:-keep]:
+            shutil.rmtree(checkpoint_path(folder, old), ignore_errors=True)
+
+
+def _write_tracker(folder: Path, step: int) -> None:
+    temporary = folder / f".{TRACKER}.new"
+    temporary.write_text(str(step))
+    _sync(temporary)
+    os.replace(temporary, folder / TRACKER)
+    _sync(folder)
+
+
+def compare_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], place: str) -> None:
+    """ValueError listing the first ten tensors that are missing, extra or misshapen."""
+    problems = [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in found]
+    problems += [f"extra: {name} {list(shape)}" for name, shape in found.items() if name not in expected]
+    problems += [
+        f"misshapen: {name} is {list(found[name])}, the model has {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    if problems:
+        shown = "\n  ".join(sorted(problems)[:MOST_LISTED])
+        more = f"\n  and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
+        raise ValueError(f"{place} does not fit the model in {len(problems)} tensors:\n  {shown}{more}")
+
+
+def model_shapes(sharded_state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
+    """Name -> global shape of all model tensors of the world. Collective."""
+    own = {
+        entry.key: tuple(entry.global_shape) for state_dict in sharded_state_dicts for entry in state_dict.values()
+    }
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, own)
+    return {name: shape for part in everyone for name, shape in part.items()}
+
+
+def stored_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Name -> global shape of the model tensors in a checkpoint folder."""
+    from megatron.core.dist_checkpointing import load_tensors_metadata
+
+    metadata = load_tensors_metadata(str(path))
+    return {
+        name: tuple(tensor.global_shape)
+        for name, tensor in metadata.items()
+        if not name.startswith(("optimizer.", "chained_"))
+    }
+
+
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_first() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def _barrier() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+

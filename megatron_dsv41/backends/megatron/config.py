@@ -1,0 +1,174 @@
+"""Run -> Megatron's arguments and TransformerConfig. The only file where Megatron's field names appear."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from megatron_dsv41.config import DSV41Config, nearest
+from megatron_dsv41.phase import Phase
+from megatron_dsv41.run_config import Run
+
+
+@dataclasses.dataclass
+class DSV41TransformerConfig(TransformerConfig):
+    """Megatron's view of the model (sizes, layout, precision), and ours beside it."""
+
+    architecture: DSV41Config | None = None
+    phase: Phase = dataclasses.field(default_factory=Phase)
+    ops: dict[str, str] = dataclasses.field(default_factory=dict)
+    recompute_blocks: bool = False
+    seed: int = 1
+
+
+def megatron_arguments(run: Run, data_parallel_size: int) -> list[str]:
+    """The command line that stock Megatron would be started with."""
+    model, parallel = run.architecture(), run.parallel
+    values: dict[str, Any] = {
+        # sizes; what they mean to a GPT is irrelevant, the model is built from the architecture
+        "num-layers": model.num_hidden_layers,
+        "hidden-size": model.hidden_size,
+        "ffn-hidden-size": model.moe_intermediate_size,
+        "num-attention-heads": model.num_attention_heads,
+        "seq-length": run.data.seq_length,
+        "max-position-embeddings": run.data.seq_length,
+        "position-embedding-type": "none",
+        "vocab-size": model.vocab_size,
+        "make-vocab-size-divisible-by": 1,
+        "tokenizer-type": "NullTokenizer",
+        "untie-embeddings-and-output-weights": True,
+        "disable-bias-linear": True,
+        "normalization": "RMSNorm",
+        "attention-dropout": 0.0,
+        "hidden-dropout": 0.0,
+        "transformer-impl": "local",
+        "no-persist-layer-norm": True,
+        "no-masked-softmax-fusion": True,
+        "no-bias-gelu-fusion": True,
+        "no-bias-swiglu-fusion": True,
+        "no-bias-dropout-fusion": True,
+        "no-rope-fusion": True,
+        "no-gradient-accumulation-fusion": True,
+        # layout
+        "tensor-model-parallel-size": parallel.tp,
+        "pipeline-model-parallel-size": parallel.pp,
+        "context-parallel-size": parallel.cp,
+        "expert-model-parallel-size": parallel.ep,
+        "expert-tensor-parallel-size": parallel.etp,
+        "sequence-parallel": parallel.sp,
+        "distributed-backend": "nccl" if torch.cuda.is_available() else "gloo",
+        "use-distributed-optimizer": True,
+        # batch and length
+        "micro-batch-size": run.batch.micro,
+        "global-batch-size": run.sequences_per_step,
+        "train-iters": run.steps,
+        "seed": run.train.seed,
+        "dataloader-type": "external",
+        "eval-interval": run.eval.interval or run.steps,
+        "eval-iters": run.eval.batches if run.eval.interval else 0,
+        # our step check names the rank and the micro-batch, and costs one synchronisation per step
+        "no-check-for-nan-in-loss-and-grad": True,
+        "rerun-mode": "disabled",
+        "exit-signal-handler": True,
+        "log-interval": 1,
+        "num-workers": 0,
+        **_optimizer_arguments(run),
+        **_checkpoint_arguments(run),
+    }
+    if run.train.precision == "bf16":
+        values |= {"bf16": True, "accumulate-allreduce-grads-in-fp32": True}
+    if parallel.ep > 1 or parallel.etp != parallel.tp:
+        values["num-experts"] = model.n_routed_experts
+    for name, value in run.megatron.items():
+        values[name.replace("_", "-")] = value
+    return _command_line(values)
+
+
+def _optimizer_arguments(run: Run) -> dict[str, Any]:
+    optimizer, (warmup, stable, cosine) = run.optimizer, run.lr_steps
+    values = {
+        "optimizer": "adam",
+        "lr": optimizer.lr,
+        "min-lr": run.schedule.min_lr,
+        "adam-beta1": optimizer.beta1,
+        "adam-beta2": optimizer.beta2,
+        "adam-eps": optimizer.eps,
+        "weight-decay": optimizer.weight_decay,
+        "clip-grad": optimizer.clip,
+        "lr-warmup-iters": warmup,
+        # Megatron's WSD with a cosine tail is: warm-up, constant, cosine, constant at min_lr.
+        "lr-decay-iters": max(warmup + stable + cosine, warmup + 1),
+        "override-opt-param-scheduler": True,  # the run file says what the schedule is, also after a resume
+    }
+    if cosine:
+        values |= {"lr-decay-style": "WSD", "lr-wsd-decay-style": "cosine", "lr-wsd-decay-iters": cosine}
+    else:
+        values |= {"lr-decay-style": "constant"}
+    return values
+
+
+def _checkpoint_arguments(run: Run) -> dict[str, Any]:
+    return {
+        "save": run.checkpoint.folder,
+        "load": run.checkpoint.folder,
+        "save-interval": run.checkpoint.interval or run.steps,
+        "ckpt-format": "torch_dist",
+        "dist-ckpt-optim-fully-reshardable": True,
+        "auto-detect-ckpt-format": True,
+        "no-save-optim": not run.checkpoint.optimizer,
+        "dist-ckpt-strictness": "raise_unexpected",
+    }
+
+
+def _command_line(values: dict[str, Any]) -> list[str]:
+    words = []
+    for name, value in values.items():
+        if value is False or value is None:
+            continue
+        words.append(f"--{name}")
+        if isinstance(value, list | tuple):
+            words.extend(map(str, value))
+        elif value is not True:
+            words.append(repr(value) if isinstance(value, float) else str(value))
+    return words
+
+
+def parse_megatron(run: Run, data_parallel_size: int) -> Any:
+    """Megatron's validated argument namespace. ValueError for a `megatron.*` setting that Megatron does not know."""
+    from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
+
+    words = megatron_arguments(run, data_parallel_size)
+    if run.megatron:
+        import argparse
+
+        known = {
+            option.lstrip("-")
+            for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions
+            for option in action.option_strings
+        }
+        for name in run.megatron:
+            if name.replace("_", "-") not in known:
+                raise ValueError(f"megatron.{name} is not an argument of Megatron{nearest(name, known)}")
+    command = sys.argv
+    sys.argv = ["dsv41", *words]  # Megatron's parser reads only this
+    try:
+        return parse_and_validate_args()
+    finally:
+        sys.argv = command
+
+
+def transformer_config(run: Run, arguments: Any) -> DSV41TransformerConfig:
+    """The TransformerConfig of a run from Megatron's own arguments."""
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    config = core_transformer_config_from_args(arguments, DSV41TransformerConfig)
+    config.architecture = run.architecture()
+    config.phase = run.phase
+    config.ops = dict(run.ops)
+    config.seed = run.train.seed
+    config.recompute_blocks = run.train.recompute == "block"
+    return config

@@ -1,0 +1,89 @@
+"""From an environment (torchrun, srun, or nothing) to initialised process groups."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+
+from megatron_dsv41.backends.megatron import cpu, patches
+from megatron_dsv41.run_config import Parallel, Run
+
+SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+
+
+def prepare_process() -> None:
+    """Rank variables, the CPU runtime where there is no GPU, and the stock fixes. Before importing Megatron."""
+    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ:
+        for ours, theirs in SLURM.items():
+            os.environ[ours] = os.environ[theirs]
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    cpu.install()
+    patches.fix_stock()
+
+
+def device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def join_world(timeout_minutes: float = 10.0) -> None:
+    """Create the default process group, NCCL on GPUs and gloo without, unless it exists."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(minutes=timeout_minutes)
+        )
+
+
+def create_groups(parallel: Parallel) -> None:
+    """Megatron's process groups for a layout. ValueError when the world does not hold it."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+    )
+
+
+def check_world(run: Run, world_size: int) -> int:
+    """Data-parallel size of the run on `world_size` processes; ValueError when the sizes do not fit together."""
+    parallel = run.parallel
+    model_size = parallel.tp * parallel.pp * parallel.cp
+    if world_size % model_size:
+        raise ValueError(
+            f"{world_size} processes cannot be split into tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp} = "
+            f"{model_size}: start a multiple of {model_size} processes"
+        )
+    expert_size = parallel.etp * parallel.ep * parallel.pp
+    if world_size % expert_size:
+        raise ValueError(
+            f"{world_size} processes cannot be split into etp {parallel.etp} x ep {parallel.ep} x pp {parallel.pp} = "
+            f"{expert_size}: start a multiple of {expert_size} processes"
+        )
+    data_size = world_size // model_size
+    if run.sequences_per_step % (run.batch.micro * data_size):
+        raise ValueError(
+            f"the global batch of {run.sequences_per_step} sequences is not a multiple of batch.micro "
+            f"{run.batch.micro} x {data_size} data-parallel ranks: change batch.sequences or batch.micro"
+        )
+    return data_size
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

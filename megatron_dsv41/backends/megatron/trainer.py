@@ -1,0 +1,280 @@
+"""The trainer: everything that `pretrain` calls back, with the state of a run. Imported after `launch`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training import pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_dsv41.backends.megatron import checkpoints, launch, optimizer, patches
+from megatron_dsv41.backends.megatron.aux_loss import AuxLoss
+from megatron_dsv41.backends.megatron.builder import DSV41ModelConfig
+from megatron_dsv41.backends.megatron.config import parse_megatron, transformer_config
+from megatron_dsv41.backends.megatron.data import MicroBatch, StepFeed, TokenizerIdentity, build_datasets
+from megatron_dsv41.backends.megatron.faults import FaultCheck
+from megatron_dsv41.backends.megatron.model import DSV41Model
+from megatron_dsv41.backends.megatron.progress import Reporter
+from megatron_dsv41.backends.megatron.router_bias import load_metrics, update_router_biases
+from megatron_dsv41.data.prepared import cache_key, prepared_paths, read_sidecar
+from megatron_dsv41.data.token_map import load_token_map
+from megatron_dsv41.experiments.flops import count_parameters
+from megatron_dsv41.ops.registry import Ops
+from megatron_dsv41.run_config import Run
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Corpus:
+    """What the run knows about its tokens before it reads them."""
+
+    token_map: Tensor
+    eod_id: int
+    digest: str
+
+
+class Trainer:
+    """One run on this rank."""
+
+    def __init__(self, run: Run, corpus: Corpus, data_parallel_size: int, resume_step: int | None):
+        self.run, self.corpus, self.resume_step = run, corpus, resume_step
+        self.architecture = run.architecture()
+        self.arguments = parse_megatron(run, data_parallel_size)
+        config = transformer_config(run, self.arguments)
+        config.finalize_model_grads_func = self.finalize
+        config.experimental_attention_variant_loss_scale_func = AuxLoss.set_scale
+        self.model_config = DSV41ModelConfig(
+            transformer=config, token_map=corpus.token_map, vocab_size=self.architecture.vocab_size
+        )
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        self.reporter = Reporter(run, resume_step or 0, reports=rank == world - 1)
+        self.faults = FaultCheck(run.checkpoint.folder)
+        self.step_metrics: dict[str, Tensor] = {}
+        self.next_lr = run.learning_rate(resume_step or 0)
+
+    def pretrain(self) -> int:
+        """Train to the end, or to a signal; the exit status."""
+        self.reporter.say(self._layout())
+        hooks = {
+            "initialize_megatron": lambda stock, **kw: stock(**kw, allow_no_cuda=not torch.cuda.is_available()),
+            "num_floating_point_operations": lambda stock, *a, **kw: 0.0,
+            "get_megatron_optimizer_config": lambda stock, a: (stock(a)[0], optimizer.group_overrides()),
+            "training_log": self.training_log,
+            "evaluate": self.evaluate,
+            "save_checkpoint": self.save_checkpoint,
+            "load_checkpoint": self.load_checkpoint,
+        }
+        status = 1
+        try:
+            with patches.hooked(hooks):
+                pretrain(
+                    pretrain_cfg_container_from_args(self.arguments, self.model_config),
+                    self.feeds,
+                    ModelType.encoder_or_decoder,
+                    self.forward_step,
+                    skip_model_parallel_init=True,
+                )
+            status = 0
+        except SystemExit as stop:  # how pretrain() ends after SIGTERM
+            status = int(stop.code or 0)
+        finally:
+            self.reporter.close(status)
+        return status
+
+    # --- data ---------------------------------------------------------------------------------------------------
+
+    def feeds(self, samples: Any, vp_stage: int | None = None) -> tuple[StepFeed, StepFeed | None, None]:
+        """Megatron's dataset provider: (train, valid, test)."""
+        run, arguments = self.run, self.arguments
+        cache = run.data.cache or str(Path(run.checkpoint.folder) / "index_cache")
+        identity = TokenizerIdentity(self.corpus.eod_id, self.corpus.digest)
+        train, valid = build_datasets(run, identity, cache)
+        self.reporter.start()
+        micro_batches = run.sequences_per_step // (run.batch.micro * self.groups.dp.size())
+        return (
+            self._feed(train, get_num_microbatches, start=arguments.consumed_train_samples),
+            self._feed(valid, lambda: micro_batches, period=run.eval.batches * run.sequences_per_step)
+            if valid is not None
+            else None,
+            None,
+        )
+
+    feeds_are_distributed = True
+
+    def _feed(self, dataset: Any, num_micro_batches: Callable[[], int], start: int = 0, period: int | None = None) -> StepFeed:
+        return StepFeed(
+            dataset,
+            start=start,
+            period=period,
+            micro_batch=self.run.batch.micro,
+            num_micro_batches=num_micro_batches,
+            rank=self.groups.dp.rank(),
+            world=self.groups.dp.size(),
+            group=self.groups.dp,
+            eod_id=self.corpus.eod_id,
+            image_token_id=self.architecture.image_token_id,
+            device=launch.device(),
+        )
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def forward_step(self, feed: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
+        """Megatron's forward step: the stage's output and how the last stage turns it into a loss."""
+        batch: MicroBatch = next(feed)
+        output = model(batch.input_ids_BS, batch.documents, batch.labels_BS)
+        return output, lambda losses_BS: self._loss(losses_BS, batch, model.training)
+
+    def _loss(self, losses_BS: Tensor, batch: MicroBatch, training: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum over valid positions, divided by their number in the whole step.
+
+        Megatron averages over micro-batches and data-parallel ranks, so the share of one is multiplied by both.
+        """
+        total = (losses_BS * batch.weight_BS).sum()
+        if training:
+            self.faults.add(total, batch.index)
+        copies = get_num_microbatches() * self.groups.dp.size()
+        report = torch.stack([total.detach(), batch.weight_BS.sum()])
+        return total * (copies / batch.step_weight.clamp_min(1.0)), {"lm loss": report}
+
+    def finalize(self, model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+        """Megatron's hook between the last backward and the optimizer step."""
+        finalize_model_grads(model, num_tokens, **kwargs)
+        self.faults.check(self.arguments.curr_iteration + 1, model)
+        stages: list[DSV41Model] = unwrap_model(model)
+        loads = update_router_biases(stages, self.run.phase.router_bias_speed, self.groups.dp_cp)
+        self.step_metrics = load_metrics(loads)
+
+    # --- report -------------------------------------------------------------------------------------------------
+
+    def training_log(
+        self,
+        stock: Any,
+        loss_dict: dict[str, Tensor],
+        total_loss_dict: dict[str, Any],
+        learning_rate: float | None,
+        iteration: int,
+        loss_scale: float,
+        report_memory_flag: bool,
+        skipped_iter: int,
+        grad_norm: float | None,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> bool:
+        """In place of Megatron's own line. Returns whether memory is to be reported: no."""
+        lr, self.next_lr = self.next_lr, learning_rate or 0.0  # Megatron has already set the next step's
+        self.reporter.step(iteration, loss_dict.get("lm loss"), grad_norm, lr, self.step_metrics)
+        return False
+
+    def evaluate(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        """Keep what Megatron's evaluation finds."""
+        found = stock(*args, **kwargs)
+        if found[0] and "lm loss" in found[0]:
+            self.reporter.validation(self.arguments.curr_iteration + 1, float(found[0]["lm loss"]))
+        return found
+
+    def _layout(self) -> str:
+        run, world = self.run, torch.distributed.get_world_size()
+        sizes = dataclasses.asdict(run.parallel)
+        split = " ".join(f"{axis} {sizes[axis]}" for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"))
+        start = f"step {self.resume_step}" if self.resume_step else "scratch"
+        return (
+            f"{count_parameters(self.architecture).backbone:,} backbone parameters, {run.train.precision}, "
+            f"{world} x {launch.device().type}: dp {self.groups.dp.size()} {split}; from {start}\n"
+            f"batch {run.sequences_per_step} x {run.data.seq_length} = {run.tokens_per_step} tokens, {run.steps} steps, "
+            f"into {run.checkpoint.folder}\nops:\n{Ops(run.ops).table()}"
+        )
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, stock: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
+        """Stock writes into a folder that is moved into place when it is complete."""
+
+        def write(folder: str) -> None:
+            self.arguments.save = folder
+            try:
+                stock(iteration, *args, **kwargs)
+            finally:
+                self.arguments.save = self.run.checkpoint.folder
+
+        checkpoints.save(self.run.checkpoint.folder, iteration, self.run.checkpoint.keep, write)
+        self.reporter.say(f"saved step {iteration}")
+
+    def load_checkpoint(self, stock: Any, model: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """Compare names and shapes first: what does not fit is listed."""
+        if self.resume_step is not None:
+            path = checkpoints.checkpoint_path(self.run.checkpoint.folder, self.resume_step)
+            stages = unwrap_model(model)
+            expected = checkpoints.model_shapes(stage.sharded_state_dict() for stage in stages)
+            checkpoints.compare_tensors(expected, checkpoints.stored_shapes(path), f"checkpoint {path}")
+        return stock(model, *args, **kwargs)
+
+
+def create(run: Run) -> Trainer:
+    """Check everything that can be checked, then build the trainer. Collective; ValueError on every rank alike."""
+    data_parallel_size = launch.check_world(run, torch.distributed.get_world_size())
+    refuse_unsupported(run)
+    launch.create_groups(run.parallel)
+    resume_step = on_first(lambda: _open_run(run))
+    corpus = open_corpus(run)
+    return Trainer(run, corpus, data_parallel_size, resume_step)
+
+
+def _open_run(run: Run) -> int | None:
+    folder = Path(run.checkpoint.folder)
+    step = checkpoints.open_folder(folder, run.checkpoint.resume)
+    if step is not None and step >= run.steps:
+        raise ValueError(f"{folder} already holds step {step} of {run.steps}: raise train.steps to go on")
+    weights = count_parameters(run.architecture()).total
+    checkpoints.require_space(folder, weights * (16 if run.checkpoint.optimizer else 4))
+    (folder / "run.yaml").write_text(run.to_yaml())
+    return step
+
+
+def refuse_unsupported(run: Run) -> None:
+    """ValueError for every layout that this backend cannot compute, with the setting, its limit and the fix."""
+    for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+        size = getattr(run.parallel, axis)
+        if size > 1:
+            raise ValueError(f"parallel.{axis} {size} is not supported: only data parallelism is, set parallel.{axis}=1")
+
+
+def open_corpus(run: Run) -> Corpus:
+    """Token map, end-of-document id and digest of the prepared files, which must be of one tokenizer."""
+    prefixes = [*run.data.train, *run.data.valid]
+    sidecars = {prefix: read_sidecar(prefix) for prefix in prefixes}
+    first = sidecars[prefixes[0]]
+    for prefix, sidecar in sidecars.items():
+        if (sidecar.tokenizer_sha256, sidecar.eod_id) != (first.tokenizer_sha256, first.eod_id):
+            raise ValueError(
+                f"{prefix} was prepared with tokenizer {sidecar.tokenizer}, {prefixes[0]} with {first.tokenizer}: "
+                "one run needs one tokenizer; prepare them again with the same one"
+            )
+    classes = run.data.tokenizer or prepared_paths(prefixes[0]).token_map
+    return Corpus(load_token_map(classes, run.architecture()).ids, first.eod_id, cache_key(prefixes))
+
+
+def on_first(function: Callable[[], T]) -> T:
+    """`function()` on rank 0 only; every rank gets its value or raises its error."""
+    outcome: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            outcome = [function(), None]
+        except (ValueError, OSError) as error:
+            outcome = [None, error]
+    torch.distributed.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

@@ -1,0 +1,80 @@
+"""A small run that every mechanism takes part in: prepared documents and a run file for `tiny_config`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_dsv41.data.files import sha256_of, write_whole
+from megatron_dsv41.data.prepared import Sidecar, prepared_paths
+from megatron_dsv41.data.token_map import TokenClasses
+from megatron_dsv41.run_config import Run, run_from_dict
+from megatron_dsv41.testing.tiny import tiny_config
+
+VOCABULARY = 96
+EOD = 1
+
+
+def write_corpus(prefix: str | Path, documents: int = 200, seed: int = 0) -> Path:
+    """Prepared files of random documents of 5 to 60 tokens over 64 ids, each ended by `EOD`."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    paths = prepared_paths(prefix)
+    paths.bin.parent.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    builder = IndexedDatasetBuilder(str(paths.bin), dtype=np.uint16)
+    total = 0
+    for _ in range(documents):
+        # Runs of neighbouring ids, so that there is something to learn.
+        ids = (random.integers(64) + np.arange(random.integers(5, 60))) % 64 + 3
+        builder.add_item(torch.from_numpy(np.append(ids, EOD)))
+        builder.end_document()
+        total += len(ids) + 1
+    builder.finalize(str(paths.idx))
+    tokenizer = hashlib.sha256(b"identity").hexdigest()
+    classes = TokenClasses(np.arange(VOCABULARY), VOCABULARY, tokenizer)
+    classes.save(paths.token_map)
+    sidecar = Sidecar(
+        tokenizer="identity",
+        tokenizer_sha256=tokenizer,
+        token_map_sha256=classes.digest,
+        num_classes=VOCABULARY,
+        vocab_size=VOCABULARY,
+        eod_id=EOD,
+        documents=documents,
+        tokens=total,
+        skipped=0,
+        dtype="uint16",
+        bin_bytes=paths.bin.stat().st_size,
+        idx_sha256=sha256_of(paths.idx),
+        source={"kind": "random", "seed": seed},
+    )
+    write_whole(paths.sidecar, sidecar.to_json())
+    return Path(prefix)
+
+
+def tiny_run(folder: str | Path, *overrides: str, **sections: Any) -> Run:
+    """`tiny_config` on a corpus in `folder`/data (made when missing), into `folder`/run."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(tiny_config().to_hf()))
+    prefixes = {name: folder / "data" / name for name in ("train", "valid")}
+    for seed, prefix in enumerate(prefixes.values()):
+        if not prepared_paths(prefix).sidecar.exists():
+            write_corpus(prefix, seed=seed)
+    values: dict[str, Any] = {
+        "model": {"path": str(folder / "config.json")},
+        "data": {"train": str(prefixes["train"]), "valid": str(prefixes["valid"]), "seq_length": 32},
+        "batch": {"sequences": 4},
+        "optimizer": {"lr": 1e-3},
+        "train": {"steps": 6, "precision": "fp32"},
+        "checkpoint": {"folder": str(folder / "run")},
+        "logging": {"interval": 1},
+        **sections,
+    }
+    return run_from_dict(values, overrides)
