@@ -16,7 +16,10 @@ PROVIDERS: dict[str, dict[str, str]] = {
         "triton": "megatron_dsv41.ops.csa2.triton_attend:sparse_attend",
     },
     "csa2.pool": {"ref": "megatron_dsv41.ops.csa2.ref:pool"},
-    "csa2.select": {"ref": "megatron_dsv41.ops.csa2.ref:select"},
+    "csa2.select": {
+        "ref": "megatron_dsv41.ops.csa2.ref:select",
+        "triton": "megatron_dsv41.ops.csa2.triton_select:select",
+    },
     "csa2.dense_teacher": {"ref": "megatron_dsv41.ops.csa2.ref:dense_teacher"},
     "csa2.index_divergence": {"ref": "megatron_dsv41.ops.csa2.ref:index_divergence"},
     "mhc.coefficients": {"ref": "megatron_dsv41.ops.mhc.ref:coefficients"},
