@@ -23,20 +23,15 @@ def stdlib_files() -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def stdlib_texts(max_bytes: int | None = None) -> Iterator[str]:
-    """One text per file, in the order of `stdlib_files`, until the next would pass `max_bytes` of UTF-8.
+def stdlib_texts() -> Iterator[str]:
+    """One text per file, in the order of `stdlib_files`.
 
     Files are decoded as Python itself would; the few that it could not read are left out.
     """
-    left = max_bytes
     for path in stdlib_files():
         try:
             with tokenize.open(path) as stream:
                 text = stream.read()
         except (SyntaxError, UnicodeDecodeError):
             continue
-        if left is not None:
-            left -= len(text.encode())
-            if left < 0:
-                return
         yield text

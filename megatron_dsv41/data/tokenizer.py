@@ -97,8 +97,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> OpenTo
     least = len(SPECIAL_TOKENS) + NUM_BYTES
     if vocab_size < least:
         raise ValueError(f"tokenizer vocabulary {vocab_size} is too small: special tokens and bytes need {least}")
-    path = Path(path)
-    path = path if path.suffix == ".json" else path / "tokenizer.json"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -109,8 +107,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> OpenTo
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    write_whole(path, tokenizer.to_str(pretty=True).encode())
+    write_whole(tokenizer_file(Path(path)), tokenizer.to_str(pretty=True).encode())
     return open_tokenizer(path)
+
+
+def tokenizer_file(path: Path) -> Path:
+    """Where a tokenizer called `path` is saved: the .json itself, or tokenizer.json in that folder."""
+    return path if path.suffix == ".json" else path / "tokenizer.json"
 
 
 def _packaged_tokenizer() -> Path:
