@@ -309,7 +309,7 @@ def _check_schedule(c: DSV41Config) -> None:
         ids = getattr(c, key)
         _require(list(ids) == sorted(set(ids)), f"{key} must be strictly ascending, got {list(ids)}")
         bad = [i for i in ids if not 0 <= i < n]
-        _require(not bad, f"{key} names layer {bad[:1]}, outside 0..{n - 1}")
+        _require(not bad, f"{key} names layer {bad[0] if bad else None}, outside 0..{n - 1}")
     extra = set(c.kv_source_layer_ids) - set(c.index_source_layer_ids)
     _require(
         not extra,
@@ -336,7 +336,7 @@ def _check_schedule(c: DSV41Config) -> None:
     later = [s for s in c.kv_source_layer_ids if candidate >= 0 and s > candidate]
     _require(
         not later,
-        f"kv source {later[:1]} follows candidate source {candidate}: its pool would name another cache",
+        f"kv source {later[0] if later else None} follows candidate source {candidate}: its pool would name another cache",
     )
 
 

@@ -12,7 +12,12 @@ from megatron_dsv41.ops.numerics import wide
 
 def plain_frequencies(dim: int, base: float) -> Tensor:
     """base^(-2k/dim), fp32 [dim/2]: radians per position of each channel pair."""
-    return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    return _exact_frequencies(dim, base).float()
+
+
+def _exact_frequencies(dim: int, base: float) -> Tensor:
+    # fp64 up to the last step: at a million positions an error of one fp32 ulp is a visible angle.
+    return base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
 def yarn_frequencies(
@@ -29,9 +34,9 @@ def yarn_frequencies(
 
     low = max(math.floor(pair_of(beta_fast)), 0)
     high = min(math.ceil(pair_of(beta_slow)), dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-    frequencies = plain_frequencies(dim, base)
-    return frequencies / factor * ramp + frequencies * (1 - ramp)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+    frequencies = _exact_frequencies(dim, base)
+    return (frequencies / factor * ramp + frequencies * (1 - ramp)).float()
 
 
 def cos_sin(position_T: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ exact equality is asked on inputs whose arithmetic is exact, and equal score mul
 """
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ pytestmark = [] if INTERPRETED else pytest.mark.gpu
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
-def exact_case(lengths, ratio, heads, dim=16, seed=0):
+def exact_case(lengths, ratio, heads, dim=16, seed=0) -> Any:
     """Queries, weights and keys of small integers: every score is exact in bf16, and ties are everywhere."""
     generator = torch.Generator().manual_seed(seed)
     seq = sum(lengths)

@@ -1,0 +1,71 @@
+"""`dsv41 parity`: does this implementation compute what an independent one computed?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+HELP = "compare forward and backward with a folder of recorded outputs"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("folder", help="config.json, checkpoint, tokenizer.json and expected.safetensors")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on the last line")
+    parser.add_argument("--device", default="cpu", help="torch device (default: cpu)")
+    parser.add_argument(
+        "--ops",
+        action="append",
+        default=[],
+        metavar="OP=PROVIDER",
+        help="implementation of an op, a family, or '*' (default: ref everywhere); may be repeated",
+    )
+    parser.add_argument("--worst", type=int, default=8, help="gradients to list, worst first (default: 8)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 within tolerance, 1 outside."""
+    from megatron_dsv41.ops.registry import Ops
+    from megatron_dsv41.testing.parity import ParityCase, compare, run_transformer
+
+    bad = [choice for choice in args.ops if "=" not in choice]
+    if bad:
+        raise ValueError(f"--ops {bad[0]}: write OP=PROVIDER, for example csa2=triton")
+    case = ParityCase.load(args.folder)
+    ops = Ops(dict(choice.split("=", 1) for choice in args.ops))
+    report = compare(case, run_transformer(case, ops, args.device))
+    print_report(case.folder.name, case.config.dtype, report, args.worst)
+    if args.json:
+        print(json.dumps(report.summary()))
+    return 1 if report.failures else 0
+
+
+def print_report(title: str, dtype: str, report, worst: int) -> None:
+    """The table for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"parity: {title} ({dtype})")
+    table.add_column("what")
+    table.add_column("measure")
+    table.add_column("value", justify="right")
+    table.add_row("loss", "ours / recorded", f"{report.loss:.7f} / {report.expected_loss:.7f}")
+    table.add_row("", "relative deviation", f"{report.loss_rel:.2e}")
+    table.add_row("logits", "99.9 % of deviations below", f"{report.logits_abs_p999:.2e}")
+    table.add_row("", "largest deviation", f"{report.logits_abs_max:.2e}")
+    table.add_row("", "cosine", f"{report.logits_cos:.9f}")
+    table.add_row("tokens", "all logits within 1e-4", f"{report.tokens_within:.1%}")
+    for layer, deviation in sorted(report.streams.items()):
+        table.add_row(f"streams into layer {layer}", "largest deviation", f"{deviation:.2e}")
+    table.add_row("gradients", f"smallest cosine, {len(report.gradients)} tensors", f"{report.grad_cos_min:.9f}")
+    table.add_row("", "largest norm deviation", f"{report.grad_norm_rel_max:.2e}")
+    rows = sorted(report.gradients, key=lambda g: (-(g.cosine if g.cosine is not None else 1.0), g.norm_rel))
+    for row in rows[::-1][:worst]:
+        cosine = "" if row.cosine is None else f"cosine {row.cosine:.9f}, "
+        table.add_row("  " + row.name, cosine + "norm deviation", f"{row.norm_rel:.2e}")
+    console = Console()
+    console.print(table)
+    for failure in report.failures:
+        console.print(f"[red]out of tolerance:[/red] {failure}")
+    if not report.failures:
+        console.print("[green]within tolerance[/green]")

@@ -1,0 +1,34 @@
+"""Implementations are chosen by name; nothing is chosen in silence."""
+
+import pytest
+
+from megatron_dsv41.ops.registry import PROVIDERS, Ops, load, providers
+
+
+def test_every_op_has_its_definition():
+    for op in PROVIDERS:
+        assert callable(load(op, "ref"))
+
+
+def test_default_is_the_definition():
+    assert set(Ops().chosen.values()) == {"ref"}
+
+
+def test_unknown_names_are_errors():
+    with pytest.raises(ValueError, match="did you mean csa2.select"):
+        Ops({"csa2.selekt": "ref"})
+    with pytest.raises(ValueError, match="has no provider 'tritn'"):
+        Ops({"csa2.select": "tritn"})
+    with pytest.raises(ValueError, match="no op"):
+        providers("csa3.select")
+
+
+def test_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(PROVIDERS["csa2.pool"], "absent", "a_package_that_is_not_there:pool")
+    with pytest.raises(ImportError, match="provider 'absent' needs the package 'a_package_that_is_not_there'"):
+        Ops({"csa2.pool": "absent"})
+
+
+def test_start_up_table_names_every_op():
+    table = Ops().table()
+    assert all(op in table for op in PROVIDERS)
