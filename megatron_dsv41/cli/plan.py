@@ -125,17 +125,22 @@ def _print(report: dict[str, Any]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:  # a file or pipe has room for whole rows
         console = Console(highlight=False, width=140)
-    console.print(_layer_table(report["layers"]))
-    console.print(_parameter_table(report))
-    console.print(_memory_table(report["memory"]))
+    for title, table in (
+        ("Layers", _layer_table(report["layers"])),
+        ("Parameters", _parameter_table(report)),
+        (_memory_title(report["memory"]["layout"]), _memory_table(report["memory"])),
+    ):
+        console.print(f"[bold]{title}[/bold]")
+        console.print(table)
+        console.print()
     if "schedule" in report:
         _print_schedule(console, report["schedule"])
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[int] = (0,)) -> Any:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[int] = (0,)) -> Any:
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number in left else "right")
     for row in rows:
@@ -164,7 +169,7 @@ def _layer_table(layers: list[dict[str, Any]]) -> Any:
             rows.append([layer["layer"], *facts])
         previous = facts
     columns = ("layer", "kind", "ratio", "KV of", "top-k of", "Engram", "pool", "crosses a cut before it", "B/token")
-    return _table("Layers", columns, rows, left=(0, 1, 5, 6, 7))
+    return _table(columns, rows, left=(0, 1, 5, 6, 7))
 
 
 def _parameter_table(report: dict[str, Any]) -> Any:
@@ -179,17 +184,19 @@ def _parameter_table(report: dict[str, Any]) -> Any:
     forward, training = sum(flops["forward"].values()), sum(flops["training"].values())
     rows.append((f"FLOPs per token at {report['seq_length']}: forward", f"{forward / 1e9:,.4g} G"))
     rows.append(("forward and backward", f"{training / 1e9:,.4g} G"))
-    return _table("\nParameters", ("kind", ""), rows)
+    return _table(("kind", ""), rows)
+
+
+def _memory_title(layout: dict[str, Any]) -> str:
+    axes = {"tensor": "tp", "pipeline": "pp", "virtual": "vpp", "context": "cp", "expert": "ep", "data": "dp"}
+    split = " ".join(f"{short}={layout[axis]}" for axis, short in axes.items())
+    return (
+        f"Estimated GB per rank on {layout['world']} ranks: {split}, micro-batch {layout['micro_batch']} x "
+        f"{layout['seq_length']}, recompute {layout['recompute']}"
+    )
 
 
 def _memory_table(memory: dict[str, Any]) -> Any:
-    layout = memory["layout"]
-    axes = {"tensor": "tp", "pipeline": "pp", "virtual": "vpp", "context": "cp", "expert": "ep", "data": "dp"}
-    title = (
-        f"\nEstimated memory per rank in GB, {layout['world']} ranks ("
-        + " ".join(f"{short}={layout[axis]}" for axis, short in axes.items())
-        + f", micro-batch {layout['micro_batch']} x {layout['seq_length']}, recompute {layout['recompute']})"
-    )
     rows = [
         (
             number,
@@ -200,7 +207,7 @@ def _memory_table(memory: dict[str, Any]) -> Any:
         for number, stage in enumerate(memory["stages"])
     ]
     columns = ("stage", "layers", "parameters", "weights", "grads", "optimizer", "activations", "total")
-    return _table(title, columns, rows, left=(0, 1))
+    return _table(columns, rows, left=(0, 1))
 
 
 def _short(number: float) -> str:
@@ -224,10 +231,11 @@ def _ranges(layers: Sequence[int]) -> str:
 def _print_schedule(console: Any, schedule: dict[str, Any]) -> None:
     rows = [(f"{step:,}", f"{rate:.4g}") for step, rate in schedule["learning_rate"]]
     console.print(
-        f"\n[bold]Run[/bold]: {schedule['steps']:,} steps x {schedule['tokens_per_step']:,} tokens "
+        f"[bold]Run[/bold]: {schedule['steps']:,} steps x {schedule['tokens_per_step']:,} tokens "
         f"= {schedule['tokens']:,} tokens, {schedule['flops']:.3g} FLOPs"
     )
-    console.print(_table("\nLearning rate", ("step", "rate"), rows, left=()))
+    console.print("\n[bold]Learning rate[/bold]")
+    console.print(_table(("step", "rate"), rows, left=()))
     peak = max(schedule["curve"]) or 1.0
     bars = "".join(BARS[min(int(rate / peak * len(BARS)), len(BARS) - 1)] for rate in schedule["curve"])
     console.print(f"  {bars}")
