@@ -47,7 +47,7 @@ def test_flash_keeps_890_bytes_of_global_kv_per_token():
 
 
 def test_proxy_fits_one_gpu():
-    assert count_parameters(presets.proxy()).total == 6_966_825_392
+    assert count_parameters(presets.proxy()).total == 6_967_021_488
 
 
 @pytest.mark.parametrize(
