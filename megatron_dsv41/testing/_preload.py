@@ -1,10 +1,15 @@
 """Imported once by the fork server of `run_ranks`; every rank starts from here."""
 
+import warnings
+
 import torch
 
-from megatron_dsv41.backends.megatron import cpu
+from megatron_dsv41.backends.megatron import cpu, patches
 
 torch.set_num_threads(1)
+warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 cpu.install()
-for _name in ("distributed", "optimizer", "pipeline_parallel", "dist_checkpointing", "transformer"):
-    __import__(f"megatron.core.{_name}")
+patches.fix_stock()
+for _name in ("core.pipeline_parallel", "core.dist_checkpointing", "training"):
+    __import__(f"megatron.{_name}")
+__import__("megatron_dsv41.backends.megatron.trainer")

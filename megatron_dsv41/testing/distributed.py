@@ -1,7 +1,7 @@
 """Run a function on several gloo ranks of this machine: the harness of every distributed test.
 
-Ranks are forked from a server process that has already imported torch (and Megatron, when asked), so a
-run costs a fraction of a second instead of the seconds that the imports take.
+Ranks are forked from a server process that has already imported torch and Megatron, so a run costs a fraction of a
+second instead of the seconds that the imports take.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import multiprocessing
 import os
 import queue
+import signal
 import sys
 import tempfile
 import time
@@ -20,67 +21,98 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 PRELOAD = "megatron_dsv41.testing._preload"
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0, **kwargs: Any
 ) -> list[Any]:
-    """`function(*args, **kwargs)` on `world_size` ranks; its results (numbers, strings, CPU tensors) in rank order.
+    """`function(*args, **kwargs)` on `world_size` ranks; its results (picklable) in rank order.
 
     `function` must be a module-level function of an importable file. The default process group is gloo with a file
     rendezvous. The first rank that fails ends the others; its traceback is in the AssertionError.
     """
-    context = _context()
-    results: Any = context.Queue()
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    with Ranks(function, world_size, *args, **kwargs) as ranks:
+        return ranks.results(timeout)
+
+
+class Ranks:
+    """Started ranks, for tests that interfere with them. A context manager: at its end no rank is left."""
+
+    def __init__(self, function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any):
+        context = _context()
+        self._queue: Any = context.Queue()
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         where = (str(Path(sys.modules[function.__module__].__file__ or "").resolve()), function.__module__)
-        processes = [
-            context.Process(
-                target=_rank_main,
-                args=(rank, world_size, f"{folder}/rendezvous", where, function.__qualname__, args, kwargs, results),
-            )
-            for rank in range(world_size)
+        job = (f"{self._folder.name}/rendezvous", where, function.__qualname__, args, kwargs, self._queue)
+        self.processes = [
+            context.Process(target=_rank_main, args=(rank, world_size, *job)) for rank in range(world_size)
         ]
-        try:
-            for process in processes:
-                process.start()
-            return _collect(processes, results, timeout)
-        finally:
-            for process in processes:
-                _end(process)
+        for process in self.processes:
+            process.start()
 
+    def __enter__(self) -> Ranks:
+        return self
 
-def _collect(processes: list[Any], results: Any, timeout: float) -> list[Any]:
-    deadline = time.monotonic() + timeout
-    values: dict[int, Any] = {}
-    while len(values) < len(processes):
-        try:
-            rank, value, error = results.get(timeout=0.5)
-        except queue.Empty:
-            dead = [r for r, p in enumerate(processes) if r not in values and p.exitcode not in (None, 0)]
-            if dead and results.empty():
-                raise AssertionError(f"rank {dead[0]} died with exit code {processes[dead[0]].exitcode}") from None
+    def __exit__(self, *error: Any) -> None:
+        for process in self.processes:
+            _end(process, grace=0.0 if any(error) else 5.0)
+        self._folder.cleanup()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every rank."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL every rank and wait until they are gone."""
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 120.0) -> None:
+        """Poll `condition`; AssertionError when a rank ends or the time passes before it holds."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            ended = [rank for rank, process in enumerate(self.processes) if process.exitcode is not None]
+            if ended and not condition():
+                self.results(1.0)
+                raise AssertionError(f"rank {ended[0]} ended before the condition held")
             if time.monotonic() > deadline:
-                missing = sorted(set(range(len(processes))) - set(values))
-                raise AssertionError(f"ranks {missing} did not finish in {timeout:.0f} s") from None
-            continue
-        if error is not None:
-            # The others may wait for this rank in a collective forever: the caller ends them.
-            raise AssertionError(f"rank {rank} failed:\n{error}")
-        values[rank] = value
-    return [values[rank] for rank in range(len(processes))]
+                raise AssertionError(f"the condition did not hold within {timeout:.0f} s")
+            time.sleep(0.005)
+
+    def results(self, timeout: float = 180.0) -> list[Any]:
+        """What the ranks return, in rank order. AssertionError for a failed, dead or late rank."""
+        deadline = time.monotonic() + timeout
+        values: dict[int, Any] = {}
+        while len(values) < len(self.processes):
+            try:
+                rank, value, error = self._queue.get(timeout=0.2)
+            except queue.Empty:
+                self._check_alive(values, deadline, timeout)
+                continue
+            if error is not None:
+                # The others may wait for this rank in a collective forever: leaving the context ends them.
+                raise AssertionError(f"rank {rank} failed:\n{error}")
+            values[rank] = value
+        return [values[rank] for rank in range(len(self.processes))]
+
+    def _check_alive(self, values: dict[int, Any], deadline: float, timeout: float) -> None:
+        for rank, process in enumerate(self.processes):
+            if rank not in values and process.exitcode not in (None, 0) and self._queue.empty():
+                raise AssertionError(f"rank {rank} died with exit code {process.exitcode}")
+        if time.monotonic() > deadline:
+            missing = sorted(set(range(len(self.processes))) - set(values))
+            raise AssertionError(f"ranks {missing} did not finish in {timeout:.0f} s")
 
 
-def _end(process: Any) -> None:
-    if process.pid is None:
-        return
-    process.join(5 if process.exitcode is None else 0)
+def _end(process: Any, grace: float) -> None:
+    process.join(grace)
     if process.exitcode is None:
         process.terminate()
-        process.join(5)
+        process.join(2)
     if process.exitcode is None:
         process.kill()
         process.join()
@@ -105,10 +137,11 @@ def _rank_main(
     results: Any,
 ) -> None:
     try:
-        torch.set_num_threads(1)
+        import torch
+
         from megatron_dsv41.backends.megatron import cpu
 
-        cpu.install()  # function modes do not survive into the thread that the fork server starts
+        cpu.install()  # function modes belong to a thread: enter them in the one that runs the test
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -35,14 +37,20 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def join_world(timeout_minutes: float = 10.0) -> None:
-    """Create the default process group, NCCL on GPUs and gloo without, unless it exists."""
+@contextlib.contextmanager
+def world(timeout_minutes: float = 10.0) -> Iterator[None]:
+    """The default process group, NCCL on GPUs and gloo without: created and destroyed here unless it exists."""
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(minutes=timeout_minutes)
-        )
+    if torch.distributed.is_initialized():
+        yield
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def create_groups(parallel: Parallel) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,21 +58,20 @@ class DSV41Model(LanguageModule):
         self.received: Tensor | None = None
         plans = plan_layers(model)
         if pre_process:
-            self.embed = self.primitives.embedding(model.vocab_size, model.hidden_size)
-        self.layers = nn.ModuleDict(
-            {
-                str(layer): Block(
+            with _drawn_from(config.seed, 0):
+                self.embed = self.primitives.embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleDict()
+        for layer in layers:
+            with _drawn_from(config.seed, 1 + layer):
+                self.layers[str(layer)] = Block(
                     model, plans[layer], config.phase, self.primitives, self.ops, live_at(plans, layer + 1)
                 )
-                for layer in layers
-            }
-        )
         if post_process:
-            self.norm = self.primitives.norm("norm", model.hidden_size, model.rms_norm_eps)
-            self.head = self.primitives.linear("head", model.hidden_size, model.vocab_size, fp32=True)
+            with _drawn_from(config.seed, 1 + model.num_hidden_layers):
+                self.norm = self.primitives.norm("norm", model.hidden_size, model.rms_norm_eps)
+                self.head = self.primitives.linear("head", model.hidden_size, model.vocab_size, fp32=True)
         load = torch.zeros(len(layers), 2, model.n_routed_experts, dtype=torch.float32)
         self.register_buffer("expert_load", load, persistent=False)
-        self.index_loss = 0.0
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Megatron's schedules hand over what the previous stage sent, right before each forward."""
@@ -103,3 +103,11 @@ class DSV41Model(LanguageModule):
     ) -> dict[str, Any]:
         """Native names with their global shapes and this rank's place in them."""
         return sharded_model(self, prefix, self.pg_collection)
+
+
+@contextlib.contextmanager
+def _drawn_from(seed: int, place: int) -> Iterator[None]:
+    """Initial weights depend on the seed and their place in the model alone, so that every layout starts equal."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed * 1_000_003 + place)
+        yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import queue
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ def fix_stock() -> None:
     if getattr(fix_stock, "done", False):
         return
     _no_compilation_of_shipped_helpers()
+    _results_of_synchronous_saves_in_this_process()
     _torch_adamw_state_of_distributed_optimizer()
     fix_stock.done = True  # type: ignore[attr-defined]
 
@@ -28,6 +30,16 @@ def _no_compilation_of_shipped_helpers() -> None:
     from megatron.core.datasets import utils
 
     utils.compile_helpers = lambda: None
+
+
+def _results_of_synchronous_saves_in_this_process() -> None:
+    """A synchronous save writes with threads of this process, yet stock starts a manager process for their results.
+
+    That takes as long as the imports and runs an unguarded training script a second time.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
 
 
 def _torch_adamw_state_of_distributed_optimizer() -> None:

@@ -8,8 +8,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 
-import torch
-
 from megatron_dsv41.backends.megatron import launch
 from megatron_dsv41.run_config import Run
 
@@ -21,13 +19,10 @@ def train(run: Run) -> int:
     """
     with quiet(run.logging.megatron):
         launch.prepare_process()
-        launch.join_world()
-        try:
+        with launch.world():
             from megatron_dsv41.backends.megatron import trainer
 
             return trainer.create(run).pretrain()
-        finally:
-            torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
