@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ class HyperConnection(nn.Module):
         n, self.config, self.ops = config.hc_mult, config, ops
         rows = (2 + n) * n
         fn = torch.empty(rows, n * config.hidden_size, dtype=torch.float32).normal_(std=config.initializer_range)
-        pre = torch.full((n,), -torch.log(torch.tensor(n - 1.0)).item() if n > 1 else 0.0)
+        pre = torch.full((n,), -math.log(n - 1.0) if n > 1 else 0.0)
         base = torch.cat([pre, torch.zeros(n), INITIAL_SELF_LOGIT * torch.eye(n).flatten()])
         self.fn = primitives.parameter(fn, f"{role}.fn")
         self.base = primitives.parameter(base, f"{role}.base")

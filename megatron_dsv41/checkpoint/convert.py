@@ -1,0 +1,223 @@
+"""Released folder <-> native folder <-> model in memory, through the one table, streaming.
+
+Import keeps three things beside the native tensors, so that export returns the same bytes: the original block scales
+(several scales can hold the same values, and re-deriving them would change about one FP4 block in five), the
+carried-through tensors, and a record of the source's files. Export uses a kept scale in every block whose values have
+not changed and re-quantizes the others by the published rule (SPEC 19.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from megatron_dsv41.checkpoint.export_plan import SHARD_BYTES, ExportPlan, ExportStorage, Origin, ShardPlan
+from megatron_dsv41.checkpoint.inventory import check_native, refuse
+from megatron_dsv41.checkpoint.jobs import Job, Unit, require_free_target, run_job
+from megatron_dsv41.checkpoint.mapping import Binding, bind, is_carried
+from megatron_dsv41.checkpoint.pieces import (
+    Effort,
+    binding_pieces,
+    copy_side_files,
+    copy_units,
+    fingerprint,
+    num_elements,
+    write_config,
+    write_index,
+)
+from megatron_dsv41.checkpoint.safetensors_io import (
+    SafetensorsFolder,
+    ShardWriter,
+    TensorSpec,
+    shards_by_size,
+    write_file,
+)
+from megatron_dsv41.checkpoint.sources import (
+    NATIVE,
+    DictSource,
+    NativeRecord,
+    NativeSource,
+    ReleasedSource,
+    StateSource,
+    is_native,
+)
+from megatron_dsv41.checkpoint.storage import TORCH_DTYPES, num_bytes
+from megatron_dsv41.config import DSV41Config
+
+DEFAULT_EFFORT = Effort()
+
+
+def import_checkpoint(
+    src: Path | str,
+    dst: Path | str,
+    *,
+    config: DSV41Config | None = None,
+    storage: Literal["config", "source"] = "config",
+    hash_digest: str | None = None,
+    effort: Effort = DEFAULT_EFFORT,
+) -> None:
+    """Released folder -> native folder (new or empty).
+
+    storage "config": tensors decoded to the config's dtype, or the stored one where that is wider; nothing is rounded.
+    "source": quantized tensors stay as they are stored, a third of the size. hash_digest: `EngramHash.digest` for the
+    tokenizer of this checkpoint, kept and compared later. ValueError lists what does not fit; nothing is written then.
+    """
+    src, dst = Path(src), Path(dst)
+    require_free_target(dst)
+    folder = SafetensorsFolder(src)
+    config = config or DSV41Config.load(src)
+    source = ReleasedSource(folder, config)
+    scales = [name for name in folder.tensors if name.endswith(".scale") and not is_carried(name)]
+    specs: list[TensorSpec] = []
+    units: list[Unit] = []
+    largest = 0
+    for binding in source.bindings.values():
+        spec = _stored_as_is(folder, binding) if storage == "source" else None
+        if spec:
+            units += _copy_parts(folder, binding)
+        else:
+            spec = TensorSpec(binding.native, source.dtype(binding.native), binding.shape)
+            units += [_import_unit(source, spec, rows) for rows in binding_pieces(binding)]
+            largest = max(largest, *(num_elements(binding.shape, rows) for rows in binding_pieces(binding)))
+        specs.append(spec)
+    for name in (*scales, *filter(is_carried, folder.tensors)):
+        specs.append(TensorSpec(name, folder.info(name).dtype, folder.info(name).shape))
+        units += copy_units(folder, name, name)
+    shards = shards_by_size(specs, SHARD_BYTES)
+
+    def finish(work: Path) -> None:
+        copy_side_files(src, work)
+        write_config(work, config, src)
+        record = NativeRecord(folder.shards(), folder.index_text, frozenset(scales), hash_digest)
+        write_file(work / NATIVE, record.to_json())
+        write_index(work, shards)
+
+    job = Job(
+        target=dst,
+        writer=lambda work: ShardWriter(work, shards),
+        units=units,
+        finish=finish,
+        identity=["import", fingerprint(folder), storage, hash_digest, config.to_hf()],
+        title="import",
+    )
+    run_job(job, workers=effort.threads(largest), progress=effort.progress)
+
+
+def export_checkpoint(
+    src: Path | str | StateSource,
+    dst: Path | str,
+    *,
+    config: DSV41Config | None = None,
+    storage: ExportStorage | None = None,
+    like: Path | str | None = None,
+    shards: ShardPlan | None = None,
+    effort: Effort = DEFAULT_EFFORT,
+) -> None:
+    """Native folder, or any `StateSource` with its config, -> released folder (new or empty).
+
+    storage: "source" as the checkpoint came in; "released" the release's quantized layout; "bf16" or "fp32" plain.
+    Default: "source" where the origin is known, else by the config. like: a native or released folder that the model
+    started from; scales, carried-through tensors, storage, shard split and side files come from it. A native `src` is
+    its own `like`. shards: "source" the origin's split, "release" by role, or a number of bytes per file.
+    """
+    dst = Path(dst)
+    require_free_target(dst)
+    if isinstance(src, str | Path):
+        like = like or src
+        native = is_native(src)
+        source = NativeSource(src) if native else ReleasedSource(src, config or DSV41Config.load(src))
+        config = config or source.config
+    else:
+        source = src
+    origin = Origin.load(like) if like is not None else None
+    config = config or (origin.config if origin else None)
+    if config is None:
+        raise ValueError("export needs a config, or `like`: a folder that has one")
+    refuse(str(dst), check_native({name: source.shape(name) for name in source.names()}, bind(config)))
+    plan = ExportPlan(source, config, origin, storage or ("source" if origin else None))
+    units, largest = plan.units()
+    files = plan.shards(shards)
+
+    def finish(work: Path) -> None:
+        if origin:
+            copy_side_files(origin.folder.path, work)
+        write_config(work, plan.config, origin.folder.path if origin else None)
+        write_index(work, files, origin.index if origin and tuple(files) == origin.shards else None)
+
+    job = Job(
+        target=dst,
+        writer=lambda work: ShardWriter(work, files),
+        units=units,
+        finish=finish,
+        identity=plan.identity() and [plan.identity(), [[shard.file, len(shard.tensors)] for shard in files]],
+        title="export",
+    )
+    run_job(job, workers=effort.threads(largest), progress=effort.progress)
+
+
+def load_released(folder: Path | str, config: DSV41Config | None = None, dtype: str | None = None) -> dict[str, Tensor]:
+    """All native tensors of a released folder, in memory: for `Transformer.load_state_dict`.
+
+    dtype: "BF16" or "F32" for everything but the float32 parameters; default: the config's, or wider where stored so.
+    """
+    config = config or DSV41Config.load(folder)
+    source = ReleasedSource(folder, config, dtype)
+    return {name: source.read(name) for name in source.names()}
+
+
+def save_released(
+    folder: Path | str,
+    state: Mapping[str, Tensor],
+    config: DSV41Config,
+    *,
+    storage: ExportStorage | None = None,
+    like: Path | str | None = None,
+) -> None:
+    """Write native tensors as a released folder; see `export_checkpoint`."""
+    export_checkpoint(DictSource(state), folder, config=config, storage=storage, like=like)
+
+
+def native_to_released(state: Mapping[str, Tensor], config: DSV41Config) -> dict[str, Tensor]:
+    """Native tensors under released names, values and dtypes untouched (views where possible)."""
+    bindings = bind(config)
+    refuse("state", check_native({name: tuple(t.shape) for name, t in state.items()}, bindings))
+    result: dict[str, Tensor] = {}
+    for binding in bindings:
+        result |= zip(binding.released, binding.via.to_released(state[binding.native]), strict=True)
+    return result
+
+
+def released_to_native(tensors: Mapping[str, Tensor], config: DSV41Config) -> dict[str, Tensor]:
+    """The inverse of `native_to_released`, for plain tensors (gradients, say) of a complete backbone."""
+    result: dict[str, Tensor] = {}
+    for binding in bind(config):
+        missing = [name for name in binding.released if name not in tensors]
+        if missing:
+            raise ValueError(f"{binding.native} needs {missing[0]}, which is not there ({len(missing)} missing)")
+        result[binding.native] = binding.via.to_native([tensors[name] for name in binding.released])
+    return result
+
+
+def _import_unit(source: ReleasedSource, spec: TensorSpec, rows: slice) -> Unit:
+    def run(writer: ShardWriter) -> None:
+        values = source.read(spec.name, rows).to(TORCH_DTYPES[spec.dtype])
+        writer.write_rows(spec.name, rows.start, values)
+
+    return Unit(num_bytes(spec.dtype, (rows.stop - rows.start, *spec.shape[1:])), run)
+
+
+def _stored_as_is(folder: SafetensorsFolder, binding: Binding) -> TensorSpec | None:
+    """The native tensor as the released bytes, one part behind the other; None where the parts' dtypes differ."""
+    infos = [folder.info(name) for name in binding.released]
+    if len({info.dtype for info in infos}) > 1:
+        return None
+    return TensorSpec(binding.native, infos[0].dtype, binding.via.native_shape(infos[0].shape))
+
+
+def _copy_parts(folder: SafetensorsFolder, binding: Binding) -> Iterator[Unit]:
+    size = folder.info(binding.released[0]).num_bytes
+    for i, name in enumerate(binding.released):
+        yield from copy_units(folder, name, binding.native, i * size)

@@ -1,0 +1,307 @@
+"""What an export writes: dtype and place of every released tensor, and the units of work that make them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from megatron_dsv41 import presets
+from megatron_dsv41.checkpoint.jobs import Unit
+from megatron_dsv41.checkpoint.mapping import (
+    Binding,
+    Inventory,
+    bind,
+    carried_tensors,
+    is_carried,
+    release_shards,
+    released_inventory,
+)
+from megatron_dsv41.checkpoint.pieces import (
+    binding_pieces,
+    copy_range_units,
+    copy_units,
+    fingerprint,
+    num_elements,
+    row_pieces,
+)
+from megatron_dsv41.checkpoint.safetensors_io import (
+    SafetensorsFolder,
+    Shard,
+    ShardWriter,
+    TensorSpec,
+    shards_by_file,
+    shards_by_size,
+)
+from megatron_dsv41.checkpoint.sources import (
+    NativeRecord,
+    NativeSource,
+    ReleasedSource,
+    StateSource,
+    is_native,
+    read_stored,
+)
+from megatron_dsv41.checkpoint.storage import (
+    QUANTIZED,
+    TORCH_DTYPES,
+    Storage,
+    format_dtype,
+    num_bytes,
+    scale_name,
+    stored_format,
+    weight_name,
+)
+from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.ops.quant.codec import Format, encode
+
+SHARD_BYTES = 5 * 10**9
+
+ExportStorage = Literal["source", "bf16", "fp32", "released"]
+ShardPlan = Literal["source", "release"] | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a checkpoint came from: kept scales and carried-through tensors (released names), and the source's files."""
+
+    folder: SafetensorsFolder
+    config: DSV41Config
+    shards: tuple[Shard, ...]
+    index: str | None
+
+    @classmethod
+    def load(cls, path: Path | str) -> Origin:
+        """From a native folder or a released one."""
+        folder = SafetensorsFolder(path)
+        config = DSV41Config.load(path)
+        if is_native(path):
+            record = NativeRecord.load(folder.path)
+            return cls(folder, config, record.shards, record.index)
+        return cls(folder, config, folder.shards(), folder.index_text)
+
+    @functools.cached_property
+    def inventory(self) -> Inventory:
+        """Released name -> (dtype, shape) of the source."""
+        return {spec.name: (spec.dtype, spec.shape) for shard in self.shards for spec in shard.tensors}
+
+    @functools.cached_property
+    def files(self) -> dict[str, str]:
+        """Released name -> the source's file."""
+        return {spec.name: shard.file for shard in self.shards for spec in shard.tensors}
+
+    def kept_scale(self, weight: str, form: Format, blocks: range) -> Tensor | None:
+        """Rows of the scales that a tensor had, where it was stored in this format."""
+        dtype, _ = self.inventory.get(weight, ("", ()))
+        scale = scale_name(weight)
+        if dtype != format_dtype(form) or scale not in self.folder.tensors:
+            return None
+        return self.folder.read(scale, blocks)
+
+
+class ExportPlan:
+    """An export, decided: `specs`, `shards` and `units` follow from source, origin and wished storage.
+
+    storage None: as the config says (quantized in the released layout if it has a quantization_config, else plain).
+    """
+
+    def __init__(self, source: StateSource, config: DSV41Config, origin: Origin | None, storage: ExportStorage | None):
+        if storage == "source" and origin is None:
+            raise ValueError(
+                "storage 'source' needs to know where the model came from: give `like`, or another storage"
+            )
+        self.source = source
+        self.origin = origin
+        self.storage = storage
+        self.config = _exported_config(config, storage)
+        self.bindings = bind(config)
+        self._carried = [n for n in origin.folder.tensors if is_carried(n)] if origin else []
+        self._carried_storage = {name: storage for name, (_, storage) in carried_tensors(config).items()}
+        self._wanted = origin.inventory if origin and storage == "source" else released_inventory(self.config)
+        missing = [name for b in self.bindings for name in b.released if name not in self._wanted]
+        if missing:
+            raise ValueError(
+                f"the origin {origin.folder.path if origin else ''} has no {missing[0]} ({len(missing)} such tensors): "
+                "it is another model; choose another `like` or another storage"
+            )
+
+    @functools.cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor to be written, in the order of the table, carried-through parts last."""
+        specs: list[TensorSpec] = []
+        for binding in self.bindings:
+            for name in binding.released:
+                specs += self._specs_of(name, binding.part_shape, self._wanted[name][0], binding.storage)
+        for name in self._carried:
+            specs += self._carried_specs(name)
+        return tuple(specs)
+
+    def shards(self, plan: ShardPlan | None) -> list[Shard]:
+        """Division into files: the origin's, the release's roles, or a maximal number of bytes (default 5 GB).
+
+        Without a wish it is the origin's when the storage is.
+        """
+        plan = plan or ("source" if self.storage == "source" else SHARD_BYTES)
+        if plan == "release":
+            return shards_by_file(
+                self.specs, release_shards(self.config, {s.name: (s.dtype, s.shape) for s in self.specs})
+            )
+        if plan != "source":
+            return shards_by_size(self.specs, int(plan))
+        if self.origin is None:
+            raise ValueError("shards 'source' needs to know where the model came from: give `like`, or a size")
+        if self.storage == "source":
+            return list(self.origin.shards)
+        files = self.origin.files
+        return shards_by_file(self.specs, {s.name: files.get(s.name) or files[weight_name(s.name)] for s in self.specs})
+
+    def units(self) -> tuple[list[Unit], int]:
+        """The work, and the elements of its largest piece."""
+        units: list[Unit] = []
+        largest = 0
+        for binding in self.bindings:
+            if self._copies(binding):
+                units += self._copy_native(binding)
+                continue
+            for rows in binding_pieces(binding):
+                units.append(self._unit(binding, rows))
+                largest = max(largest, num_elements(binding.shape, rows))
+        for name in self._carried:
+            units += self._carried_units(name)
+        return units, largest
+
+    def identity(self) -> Any:
+        """JSON value that two runs share when they write the same bytes; None for sources that cannot promise that."""
+        if not isinstance(self.source, NativeSource | ReleasedSource):
+            return None
+        origin = fingerprint(self.origin.folder) if self.origin else None
+        return ["export", fingerprint(self.source.folder), origin, self.storage, self.config.to_hf()]
+
+    def _specs_of(self, name: str, shape: tuple[int, ...], dtype: str, storage: Storage) -> Iterator[TensorSpec]:
+        form = stored_format(dtype, storage)
+        if form is None:
+            yield TensorSpec(name, dtype, shape)
+        else:
+            scale = scale_name(name)
+            yield TensorSpec(name, dtype, form.data_shape(shape))
+            yield TensorSpec(scale, self._wanted[scale][0], form.scale_shape(shape))
+
+    def _unit(self, binding: Binding, rows: slice) -> Unit:
+        """Read rows of the native tensor, write them to its released parts."""
+        first_row = 0 if binding.via.lead else rows.start
+        stacked = binding.via.parts_of_rows(range(rows.start, rows.stop)) if binding.via.lead else range(1)
+        names = [binding.released[i] for i in stacked]
+        height = binding.part_shape[0] if binding.via.lead else rows.stop - rows.start
+        bytes_ = sum(num_bytes(self._wanted[n][0], (height, *self._wanted[n][1][1:])) for n in names)
+
+        def run(writer: ShardWriter) -> None:
+            parts = binding.via.to_released(self.source.read(binding.native, rows))
+            for name, part in zip(names, parts, strict=True):
+                self._write(writer, name, binding.storage, first_row, part)
+
+        return Unit(bytes_, run)
+
+    def _write(self, writer: ShardWriter, name: str, storage: Storage, first_row: int, values: Tensor) -> None:
+        dtype = self._wanted[name][0]
+        form = stored_format(dtype, storage)
+        if form is None:
+            writer.write_rows(name, first_row, values.to(TORCH_DTYPES[dtype]))
+            return
+        scale = scale_name(name)
+        first_block = first_row // form.block[0]
+        blocks = range(first_block, first_block + form.scale_shape(tuple(values.shape))[0])
+        kept = self.origin.kept_scale(name, form, blocks) if self.origin else None
+        try:
+            quantized = encode(values, form, kept, TORCH_DTYPES[writer.spec(scale).dtype])
+        except ValueError as error:
+            raise ValueError(f"{name} (rows from {first_row}): {error}") from error
+        writer.write_rows(name, first_row, quantized.data)
+        writer.write_rows(scale, first_block, quantized.scale)
+
+    def _copies(self, binding: Binding) -> bool:
+        """Whether the bytes of a native folder are the released bytes."""
+        if not isinstance(self.source, NativeSource):
+            return False
+        stored = self.source.folder.info(binding.native).dtype
+        if any(self._wanted[name][0] != stored for name in binding.released):
+            return False
+        return stored not in QUANTIZED or bool(self.origin and self.origin.folder.path == self.source.folder.path)
+
+    def _copy_native(self, binding: Binding) -> Iterator[Unit]:
+        assert isinstance(self.source, NativeSource)
+        folder = self.source.folder
+        info = folder.info(binding.native)
+        size = info.num_bytes // len(binding.released)
+        for i, name in enumerate(binding.released):
+            yield from copy_range_units(folder, binding.native, i * size, (i + 1) * size, name)
+            if info.dtype in QUANTIZED:
+                yield from copy_units(folder, scale_name(name), scale_name(name))
+
+    def _carried_form(self, name: str) -> Format | None:
+        """The codec of a carried-through tensor as it is stored now."""
+        assert self.origin
+        return stored_format(self.origin.folder.info(name).dtype, self._carried_storage.get(name, Storage.PLAIN))
+
+    def _carried_target(self, name: str) -> str:
+        """dtype in which a carried-through weight is written."""
+        assert self.origin
+        stored = self.origin.folder.info(name).dtype
+        if self.storage == "source" or name not in self._carried_storage:
+            decoded = {"bf16": "BF16", "fp32": "F32"}.get(self.storage or "", stored)
+            return decoded if stored in QUANTIZED else stored
+        return self._wanted[name][0]
+
+    def _is_carried_scale(self, name: str) -> bool:
+        assert self.origin
+        return name.endswith(".scale") and weight_name(name) in self.origin.folder.tensors
+
+    def _carried_specs(self, name: str) -> Iterator[TensorSpec]:
+        assert self.origin
+        if self._is_carried_scale(name):
+            return  # comes with its weight, if at all
+        info, form, target = self.origin.folder.info(name), self._carried_form(name), self._carried_target(name)
+        shape = info.shape
+        if form is not None and form.element == "e2m1":
+            shape = (shape[0], shape[1] * 2)
+        if target == info.dtype and form is not None:
+            scale = self.origin.folder.info(scale_name(name))
+            yield TensorSpec(name, info.dtype, info.shape)
+            yield TensorSpec(scale.name, scale.dtype, scale.shape)
+        else:
+            yield from self._specs_of(name, shape, target, self._carried_storage.get(name, Storage.PLAIN))
+
+    def _carried_units(self, name: str) -> Iterator[Unit]:
+        assert self.origin
+        folder = self.origin.folder
+        if self._is_carried_scale(name):
+            return
+        info, form, target = folder.info(name), self._carried_form(name), self._carried_target(name)
+        if target == info.dtype:
+            yield from copy_units(folder, name, name)
+            if form is not None:
+                yield from copy_units(folder, scale_name(name), scale_name(name))
+            return
+        storage = self._carried_storage.get(name, Storage.PLAIN)
+        plain = "F32" if info.dtype == "F32" or target == "F32" else "BF16"
+
+        def unit(rows: slice) -> Unit:
+            def run(writer: ShardWriter) -> None:
+                values = read_stored(folder, name, storage, plain, range(rows.start, rows.stop))
+                self._write(writer, name, storage, rows.start, values)
+
+            return Unit(num_elements(info.shape, rows) * 2, run)
+
+        yield from (unit(rows) for rows in row_pieces(info.shape, stacked=False))
+
+
+def _exported_config(config: DSV41Config, storage: ExportStorage | None) -> DSV41Config:
+    """The config that describes the exported storage."""
+    if storage in ("bf16", "fp32"):
+        dtype = "bfloat16" if storage == "bf16" else "float32"
+        return dataclasses.replace(config, quantization=None, dtype=dtype)
+    if storage == "released" and config.quantization is None:
+        return dataclasses.replace(config, quantization=presets.flash().quantization)
+    return config

@@ -1,0 +1,147 @@
+"""`dsv41 convert`: the released layout in, the released layout out, and is a checkpoint whole?"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_dsv41.checkpoint.pieces import Effort
+    from megatron_dsv41.config import DSV41Config
+
+HELP = "import, export and verify checkpoints in the released (Hugging Face) layout"
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+EPILOG = """examples:
+  dsv41 convert import DeepSeek-V4.1-Flash native/           # decoded to the config's dtype, nothing rounded
+  dsv41 convert import DeepSeek-V4.1-Flash native/ --storage source
+  dsv41 convert export native/ out/                          # as it came in: the same bytes where nothing changed
+  dsv41 convert export native/ out/ --storage bf16 --shards 10GB
+  dsv41 convert verify DeepSeek-V4.1-Flash                   # names, shapes, scales, non-finite values
+  dsv41 convert verify native/ out/                          # compare two, tensor by tensor
+
+An interrupted conversion leaves DST.incomplete; the same command continues it.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    add = actions.add_parser("import", help="released folder -> native folder").add_argument
+    add("src", metavar="SRC", help="folder in the released layout")
+    add("dst", metavar="DST", help="new or empty folder")
+    add(
+        "--storage",
+        choices=("config", "source"),
+        default="config",
+        help="decode to the config's dtype (default), or keep quantized tensors as they are",
+    )
+    add("--tokenizer", help="tokenizer of the checkpoint (default: the one in SRC); its digest is recorded")
+    _add_effort(add)
+
+    add = actions.add_parser("export", help="native folder -> released folder").add_argument
+    add("src", metavar="SRC", help="native folder, or a released one to store differently")
+    add("dst", metavar="DST", help="new or empty folder")
+    add(
+        "--storage",
+        choices=("source", "bf16", "fp32", "released"),
+        help="as the checkpoint came in (default), plain, or quantized as the release",
+    )
+    add("--like", metavar="FOLDER", help="where the model came from (default: SRC knows)")
+    add("--shards", help="source, release, or a size such as 5GB per file (default: source with --storage source)")
+    _add_effort(add)
+
+    add = actions.add_parser("verify", help="check one checkpoint, or compare two").add_argument
+    add("a", metavar="A", help="released or native folder; shards may be missing")
+    add("b", metavar="B", nargs="?", help="compare with this one")
+    add("--tokenizer", help="compare the recorded hash constants with this tokenizer's (default: the one in A)")
+    add("--checksums", action="store_true", help="print a SHA-256 over all tensors of A")
+    add("--names-only", action="store_true", help="read headers, not the tensors")
+    _add_effort(add)
+
+
+def _add_effort(add) -> None:
+    add("--max-memory", default="4GiB", help="memory to use (default: 4GiB)")
+    add("--workers", type=int, default=0, help="threads (default: one per CPU, at most 8)")
+    add("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 done or whole and equal, 1 verify found something."""
+    if args.action == "import":
+        return _import(args)
+    return _export(args) if args.action == "export" else _verify(args)
+
+
+def _import(args: argparse.Namespace) -> int:
+    from megatron_dsv41.checkpoint.convert import import_checkpoint
+    from megatron_dsv41.config import DSV41Config
+
+    config = DSV41Config.load(_folder(args.src))
+    digest = hash_digest(args.tokenizer or args.src, config, required=bool(args.tokenizer))
+    import_checkpoint(args.src, args.dst, storage=args.storage, hash_digest=digest, effort=_effort(args))
+    print(f"imported {args.src} to {args.dst}" + ("" if digest else " (no tokenizer: hash constants not recorded)"))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from megatron_dsv41.checkpoint.convert import export_checkpoint
+
+    shards = args.shards if args.shards in (None, "source", "release") else parse_size(args.shards)
+    export_checkpoint(
+        _folder(args.src), args.dst, storage=args.storage, like=args.like, shards=shards, effort=_effort(args)
+    )
+    print(f"exported {args.src} to {args.dst}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from megatron_dsv41.checkpoint.verify import compare, verify
+    from megatron_dsv41.config import DSV41Config
+
+    effort = _effort(args)
+    config = DSV41Config.load(_folder(args.a))
+    digest = hash_digest(args.tokenizer or args.a, config, required=bool(args.tokenizer))
+    report = verify(args.a, hash_digest=digest, data=not args.names_only, checksums=args.checksums, effort=effort)
+    print(report)
+    if args.b is None:
+        return 0 if report.ok else 1
+    comparison = compare(args.a, _folder(args.b), effort=effort)
+    print(comparison)
+    return 0 if report.ok and comparison.ok else 1
+
+
+def hash_digest(tokenizer: str | Path, config: DSV41Config, *, required: bool) -> str | None:
+    """Digest of the Engram hash constants with a tokenizer; None where there is no tokenizer and none is required."""
+    from megatron_dsv41.data.token_map import load_token_map
+    from megatron_dsv41.modules.engram import EngramHash
+
+    path = Path(tokenizer)
+    if not required and not (path / "tokenizer.json").is_file():
+        return None
+    return EngramHash(config, load_token_map(path if path.exists() else tokenizer, config).ids).digest
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "500", "5GB" or "4GiB"."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?I?)B?\s*", text.upper())
+    if not match or match[2] not in UNITS or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is not a size: write 5GB, 4GiB or a number of bytes")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def _effort(args: argparse.Namespace) -> Effort:
+    from megatron_dsv41.checkpoint.pieces import Effort
+
+    return Effort(max_memory=parse_size(args.max_memory), workers=args.workers, progress=not args.quiet)
+
+
+def _folder(path: str) -> Path:
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(f"{path} is not a checkpoint folder: it has no config.json")
+    return Path(path)
