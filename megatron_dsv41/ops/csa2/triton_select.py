@@ -85,10 +85,9 @@ def select(
         raise ValueError(f"csa2.select: provider 'triton' takes block sizes that are powers of two, got {block_size}")
     num_tokens, num_entries = q_TID.shape[0], keys_CD.shape[0]
     q_TID, weights_TI, keys_CD = (x.detach().contiguous() for x in (q_TID, weights_TI, keys_CD))
-    new = dict(dtype=torch.int32, device=q_TID.device)
-    chosen = torch.empty(num_tokens, min(topk, num_entries), **new)
+    chosen = q_TID.new_empty(num_tokens, min(topk, num_entries), dtype=torch.int32)
     blocks = triton.cdiv(num_entries, block_size) if block_size else 0
-    pool = torch.empty(num_tokens, min(num_blocks, blocks), **new) if num_blocks else None
+    pool = q_TID.new_empty(num_tokens, min(num_blocks, blocks), dtype=torch.int32) if num_blocks else None
     at_once = max(BLOCK_T, SCORES_AT_ONCE // max(num_entries, 1) // BLOCK_T * BLOCK_T)
     for begin in range(0, num_tokens if num_entries else 0, at_once):
         tokens = range(begin, min(begin + at_once, num_tokens))

@@ -1,0 +1,81 @@
+"""What the GPU providers of csa2.sparse_attend share: the autograd node around a forward and a backward kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The numbers of one call."""
+
+    num_tokens: int
+    num_heads: int
+    dim: int
+    window: int
+    num_topk: int
+    window_offset: int
+    scale: float
+    deterministic: bool
+
+
+# (problem, q, window_kv, keys, topk, sink, start) -> output [T, H, D], lse: log of the denominator, sink included, fp32
+Forward = Callable[..., tuple[Tensor, Tensor]]
+# (problem, q, window_kv, keys, topk, start, out, lse, grad_out)
+#   -> grad_q, window gradient fp32 [J, D], entry gradient fp32 [C, D], delta = sum(out * grad_out) fp32 [T, H]
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+# (problem, q, keys, topk, lse) -> head-summed probabilities of the selected slots, fp32 [T, K]
+Teacher = Callable[..., Tensor]
+
+
+class SparseAttention(torch.autograd.Function):
+    """Saves q, latents, slots, output and the denominator [T, H]; the backward kernel recomputes the probabilities."""
+
+    @staticmethod
+    def forward(ctx, kernels: tuple[Forward, Backward], problem: Problem, q, window_kv, wide_keys, topk, sink, start):
+        """Output [T, H, D] bf16 and the denominator's log, fp32 [T, H]."""
+        keys = window_kv[:0] if wide_keys is None else wide_keys.to(q.dtype).contiguous()
+        out, lse = kernels[0](problem, q, window_kv, keys, topk, sink, start)
+        ctx.save_for_backward(q, window_kv, keys, topk, sink, start, out, lse)
+        ctx.plan = (kernels[1], problem, None if wide_keys is None else wide_keys.dtype)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, _grad_lse):  # type: ignore[override]
+        """Gradients of q, of both latents (accumulated in fp32) and of the sink."""
+        q, window_kv, keys, topk, sink, start, out, lse = ctx.saved_tensors
+        kernel, problem, keys_dtype = ctx.plan
+        grad_q, grad_window, grad_keys, delta = kernel(
+            problem, q, window_kv, keys, topk, start, out, lse, grad_out.contiguous()
+        )
+        # The sink has no value, so its logit's gradient is -p_sink * delta. lse is +inf where nothing was there.
+        grad_sink = -((sink - lse).exp() * delta).sum(0)
+        grad_keys = None if keys_dtype is None else grad_keys.to(keys_dtype)
+        return None, None, grad_q, grad_window.to(window_kv.dtype), grad_keys, None, grad_sink, None
+
+
+def attend(
+    forward: Forward, backward: Backward, teacher_kernel: Teacher,
+    q_THD: Tensor, window_kv_JD: Tensor, compressed_kv_CD: Tensor | None, topk_TK: Tensor | None, sink_H: Tensor,
+    window_start_T: Tensor, window_offset: int, scale: float, window: int, teacher: bool, deterministic: bool | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`ref.sparse_attend` by the given kernels."""
+    topk = q_THD.new_empty(q_THD.shape[0], 0, dtype=torch.int32) if topk_TK is None else topk_TK.contiguous()
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    num_tokens, num_heads, dim = q_THD.shape
+    problem = Problem(num_tokens, num_heads, dim, window, topk.shape[1], window_offset, scale, deterministic)
+    q = q_THD.contiguous()
+    out, lse = SparseAttention.apply(
+        (forward, backward), problem, q, window_kv_JD.contiguous(), compressed_kv_CD, topk, sink_H, window_start_T
+    )
+    if not teacher:
+        return out
+    if compressed_kv_CD is None:
+        return out, q.new_zeros(q.shape[0], 0, dtype=torch.float32)
+    with torch.no_grad():
+        return out, teacher_kernel(problem, q, compressed_kv_CD.to(q.dtype).contiguous(), topk, lse)
