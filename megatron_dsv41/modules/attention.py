@@ -77,7 +77,7 @@ class Attention(nn.Module):
             window_kv_TD = self.ops["quant.fake_fp8"](window_kv_TD)
 
         if self.plan.owns_kv:
-            state = self._compress(x_TD, batch.entries[self.plan.ratio])
+            state = self._compress(x_TD, batch)
         index_queries = None
         if self.plan.owns_selection:
             index_queries = self.indexer.queries(x_TD, q_latent_TR, turn_T)
@@ -86,17 +86,21 @@ class Attention(nn.Module):
         out_THD, index_loss = self._attend(q_THD, window_kv_TD, index_queries, state, batch)
         out_THD = self.ops["rope.rotate"](out_THD, *turn_T, inverse=True)
         y_SBD = self.wo_b(from_flat(self.wo_a(out_THD.flatten(1)), x_SBD.shape[1]))
-        return y_SBD, state, index_loss
+        return self.primitives.leave_site(y_SBD), state, index_loss
 
-    def _compress(self, x_TD: Tensor, entries: Entries) -> SharedState:
+    def _compress(self, x_TD: Tensor, batch: Batch) -> SharedState:
         """A fresh state: what an earlier source left is dead from here on."""
-        latent_CD = self.compressor(x_TD, entries)
-        turn_C = cos_sin(entries.position_C, self.frequencies)
+        groups = batch.groups[self.plan.ratio]
+        latent_CD = self.compressor(self.primitives.left_halo(x_TD, self.plan.ratio - 1), groups)
+        turn_C = cos_sin(groups.position_C, self.frequencies)
         kv_CD = self.ops["rope.rotate"](latent_CD, *turn_C)
         if self.phase.main_kv_fp4:
             kv_CD = self.ops["quant.fake_fp4"](kv_CD)
         wide = torch.promote_types(kv_CD.dtype, torch.float32)
-        return SharedState(compressed_kv=kv_CD.to(wide), index_keys=self.indexer.keys(latent_CD, turn_C))
+        kv_CD = self.primitives.gather_groups(kv_CD.to(wide), groups)
+        keys_CD = self.primitives.gather_groups(self.indexer.keys(latent_CD, turn_C), groups)
+        # Every reader's heads add to one gradient: it is summed over processes once, here.
+        return SharedState(compressed_kv=self.primitives.fan_out(kv_CD), index_keys=keys_CD)
 
     def _select(self, index_queries: tuple[Tensor, Tensor], state: SharedState, entries: Entries) -> SharedState:
         q_TID, weights_TI = (t.detach() for t in index_queries)
@@ -124,14 +128,16 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         window_start_T = batch.decoder_window_start_T if self.plan.in_decoder else batch.window_start_T
         compressed_kv = state.need("compressed_kv") if self.plan.ratio else None
-        where = (self.attn_sink, window_start_T, 0, self.config.head_dim**-0.5)
         window = self.config.sliding_window
+        window_kv_JD = self.primitives.left_halo(self.primitives.fan_out(window_kv_TD), window - 1)
+        offset = window_kv_JD.shape[0] - q_THD.shape[0]
+        where = (self.attn_sink, window_start_T, offset, self.config.head_dim**-0.5)
         teaches = index_queries is not None and self.indexer.trained
         sparse = teaches and self.phase.index_loss == "sparse"
         attended = self.ops["csa2.sparse_attend"](
             q_THD,
-            self.primitives.fan_out(window_kv_TD),
-            None if compressed_kv is None else self.primitives.fan_out(compressed_kv),
+            window_kv_JD,
+            compressed_kv,
             state.need("topk_indices") if self.plan.ratio else None,
             *where,
             window=window,
@@ -146,7 +152,7 @@ class Attention(nn.Module):
             allowed_TC = self._allowed(state, batch.entries[self.plan.ratio])
             teacher = self.ops["csa2.dense_teacher"](
                 q_THD.detach(),
-                window_kv_TD.detach(),
+                window_kv_JD.detach(),
                 compressed_kv.detach(),
                 allowed_TC,
                 *where,
@@ -155,9 +161,10 @@ class Attention(nn.Module):
             entry = torch.arange(allowed_TC.shape[1], device=allowed_TC.device)
             slots = torch.where(allowed_TC, entry, -1)
         divergence_T = self.ops["csa2.index_divergence"](
-            *index_queries, state.need("index_keys"), slots, teacher
+            *index_queries, state.need("index_keys"), slots, self.primitives.sum_heads(teacher)
         )
-        return attended, divergence_T.mean() * self.phase.index_loss_weight
+        # A sequence shard contributes its part of the mean over all tokens.
+        return attended, divergence_T.sum() / batch.total_tokens * self.phase.index_loss_weight
 
     def _allowed(self, state: SharedState, entries: Entries) -> Tensor:
         """Entries that this layer's indexer may choose from, bool [T, C]."""

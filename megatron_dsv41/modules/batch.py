@@ -7,20 +7,25 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron_dsv41.ops.documents import Documents, Entries
+from megatron_dsv41.ops.documents import Documents, Entries, Groups
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One micro-batch of T = b*s flat tokens, made once and never changed.
+    """One micro-batch of T = b*s flat tokens, made once and never changed; or one shard of T tokens of a longer row.
 
-    engram_rows: layer -> int64 [T, columns] table rows. entries: ratio -> compressed entries.
-    window_start_T int64: oldest window row of each token; decoder_window_start_T: the same in decoder layers, where a
-    replay boundary may cut the window shorter (SPEC 16).
+    engram_rows: layer -> int64 [T, columns] table rows.
+    entries: ratio -> all compressed entries of the micro-batch, and which of them these T tokens see.
+    groups: ratio -> the groups that this process compresses.
+    window_start_T int64: oldest window row of each token, counting the halo of earlier tokens that a shard receives.
+    decoder_window_start_T: the same in decoder layers, where a replay boundary may cut the window (SPEC 16).
+    total_tokens: tokens of the micro-batch over all sequence shards.
     """
 
     documents: Documents
+    total_tokens: int
     entries: Mapping[int, Entries]
+    groups: Mapping[int, Groups]
     engram_rows: Mapping[int, Tensor]
     window_start_T: Tensor
     decoder_window_start_T: Tensor

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.modules.primitives import Primitives
-from megatron_dsv41.ops.documents import Entries
+from megatron_dsv41.ops.documents import Groups
 from megatron_dsv41.ops.registry import Ops
 
 
@@ -22,8 +22,8 @@ class Compressor(nn.Module):
             self.wgate = primitives.linear("attn.compressor.wgate", config.hidden_size, config.head_dim, fp32=True)
         self.norm = primitives.norm("attn.compressor.norm", config.head_dim, config.rms_norm_eps)
 
-    def forward(self, x_TD: Tensor, entries: Entries) -> Tensor:
+    def forward(self, x_TD: Tensor, groups: Groups) -> Tensor:
         """x [T, d] -> latents [C, head_dim] in x's dtype."""
         if self.ratio == 1:  # every token is an entry
             return self.norm(self.wkv(x_TD))
-        return self.norm(self.ops["csa2.pool"](self.wkv(x_TD), self.wgate(x_TD), entries).to(x_TD.dtype))
+        return self.norm(self.ops["csa2.pool"](self.wkv(x_TD), self.wgate(x_TD), groups).to(x_TD.dtype))

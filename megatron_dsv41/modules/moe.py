@@ -32,7 +32,7 @@ class Router(nn.Module):
 
     def __init__(self, config: DSV41Config, phase: Phase, primitives: Primitives, ops: Ops):
         super().__init__()
-        self.config, self.phase, self.ops = config, phase, ops
+        self.config, self.phase, self.primitives, self.ops = config, phase, primitives, ops
         weight = torch.empty(config.n_routed_experts, config.hidden_size, dtype=primitives.dtype)
         self.weight = primitives.parameter(weight.normal_(std=config.initializer_range), "ffn.gate.weight")
         for name in ("bias", "bias_vl"):
@@ -54,11 +54,14 @@ class Router(nn.Module):
         return Routing(indices_TK, weights_TK, balance_loss, expert_load)
 
     def _balance_loss(self, scores_TE: Tensor, chosen_TE: Tensor, alive_T: Tensor, batch_size: int) -> Tensor:
-        """Weighted sum_e f_e P_e per row, mean over rows; dead tokens do not count."""
-        config = self.config
+        """Weighted sum_e f_e P_e per row, mean over rows; dead tokens do not count.
+
+        A sequence shard knows the frequencies of the whole row and contributes its part of P: the parts add up.
+        """
+        config, sum_sequence = self.config, self.primitives.sum_sequence
         alive = alive_T.to(scores_TE.dtype).view(batch_size, -1, 1)
-        tokens = alive.sum(1).clamp_min(1.0)
-        count = (chosen_TE.view(batch_size, -1, config.n_routed_experts) * alive).sum(1)
+        tokens = sum_sequence(alive.sum(1)).clamp_min(1.0)
+        count = sum_sequence((chosen_TE.view(batch_size, -1, config.n_routed_experts) * alive).sum(1))
         frequency = count * (config.n_routed_experts / config.num_experts_per_tok) / tokens
         share_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
         probability = (share_TE.view(batch_size, -1, config.n_routed_experts) * alive).sum(1) / tokens
@@ -86,14 +89,17 @@ class MoE(nn.Module):
 
     def __init__(self, config: DSV41Config, phase: Phase, primitives: Primitives, ops: Ops):
         super().__init__()
+        self.primitives = primitives
         self.gate = Router(config, phase, primitives, ops)
         self.experts = primitives.experts(config)
         self.shared_experts = SharedExpert(config, primitives, ops)
 
     def forward(self, x_SBD: Tensor, batch: Batch) -> tuple[Tensor, Routing]:
         """See class."""
+        x_SBD = self.primitives.enter_site(x_SBD)
         x_TD = to_flat(x_SBD)
         routing = self.gate(x_TD, batch, x_SBD.shape[1])
-        routed_TD = self.experts(x_TD, routing.indices, routing.weights)
+        x_TD, weights_TK = self.primitives.fan_out(x_TD), self.primitives.fan_out(routing.weights)
+        routed_TD = self.experts(x_TD, routing.indices, weights_TK)
         y_TD = (routed_TD + self.shared_experts(x_TD)).to(x_TD.dtype)
-        return from_flat(y_TD, x_SBD.shape[1]), routing
+        return self.primitives.leave_site(from_flat(y_TD, x_SBD.shape[1])), routing

@@ -13,11 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.ops.documents import Groups
 from megatron_dsv41.ops.registry import Ops
 
 
 class Primitives(Protocol):
-    """What modules need from a backend. Every module it returns maps plain tensors to plain tensors."""
+    """What modules need from a backend. Every module it returns maps plain tensors to plain tensors.
+
+    Between sites tokens may be sharded (sequence parallelism). Inside a site a process sees all tokens of its context
+    shard, computes its share of heads, groups or inner width, and returns a part that `leave_site` sums.
+    """
 
     def local(self, axis: str, size: int) -> int:
         """How many of `size` units of `axis` ("heads", "groups", "index_heads") this process computes."""
@@ -51,8 +56,34 @@ class Primitives(Protocol):
         """Site input as sharded between sites -> all tokens of this process's context shard."""
         ...
 
+    def leave_site(self, y_SBD: Tensor) -> Tensor:
+        """This process's part of a site output, all tokens -> the summed output as sharded between sites."""
+        ...
+
     def fan_out(self, x: Tensor) -> Tensor:
-        """A replicated tensor on its way into head-sharded work: identity forward, summed gradient backward."""
+        """A replicated tensor on its way into sharded work: identity forward, summed gradient backward.
+
+        Linears with a sharded output do not sum their input's gradient: what feeds them passes here.
+        """
+        ...
+
+    def sum_heads(self, x: Tensor) -> Tensor:
+        """Add up over the processes that hold other heads; no gradient."""
+        ...
+
+    def left_halo(self, x_TD: Tensor, rows: int) -> Tensor:
+        """[T, D] -> [rows + T, D]: preceded by the left neighbour's last rows, zeros on the first shard.
+
+        Unchanged where the sequence is not sharded.
+        """
+        ...
+
+    def gather_groups(self, x_CD: Tensor, groups: Groups) -> Tensor:
+        """Latents of this process's groups -> of every entry of the micro-batch [C, D]."""
+        ...
+
+    def sum_sequence(self, x: Tensor) -> Tensor:
+        """Add up over the shards of a sequence; no gradient."""
         ...
 
     def parameter(self, value: Tensor, role: str) -> nn.Parameter:
@@ -202,7 +233,27 @@ class TorchPrimitives:
         """Nothing is sharded: identity."""
         return x_SBD
 
+    def leave_site(self, y_SBD: Tensor) -> Tensor:
+        """Nothing is sharded: identity."""
+        return y_SBD
+
     def fan_out(self, x: Tensor) -> Tensor:
+        """Nothing is sharded: identity."""
+        return x
+
+    def sum_heads(self, x: Tensor) -> Tensor:
+        """Nothing is sharded: identity."""
+        return x
+
+    def left_halo(self, x_TD: Tensor, rows: int) -> Tensor:
+        """Nothing is sharded: unchanged."""
+        return x_TD
+
+    def gather_groups(self, x_CD: Tensor, groups: Groups) -> Tensor:
+        """This process compressed them all: identity."""
+        return x_CD
+
+    def sum_sequence(self, x: Tensor) -> Tensor:
         """Nothing is sharded: identity."""
         return x
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from megatron_dsv41.modules.engram import EngramHash
 from megatron_dsv41.modules.hyper_connection import open_streams
 from megatron_dsv41.modules.primitives import Primitives, TorchPrimitives
 from megatron_dsv41.modules.shared_state import SharedState
-from megatron_dsv41.ops.documents import Documents, documents_from_ids
+from megatron_dsv41.ops.documents import Documents, documents_from_ids, shard_groups, whole_groups
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.phase import Phase
 
@@ -29,15 +30,29 @@ class Output(NamedTuple):
     streams: list[Tensor]
 
 
+@dataclasses.dataclass(frozen=True)
+class SequenceShard:
+    """Which of `count` equal contiguous pieces of the sequence a process holds."""
+
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = SequenceShard()
+
+
 def make_batch(
     config: DSV41Config,
     engram_hash: EngramHash,
     input_ids_BS: Tensor,
     documents: Documents,
     replay_start_T: Tensor | None = None,
+    shard: SequenceShard = WHOLE,
 ) -> Batch:
-    """Everything layers read about the micro-batch.
+    """Everything layers read about the micro-batch, or about one sequence shard of it.
 
+    input_ids_BS, documents and replay_start_T describe the whole micro-batch. A shard needs a single row whose length
+    the shard count divides, and shards no shorter than the window's halo.
     replay_start_T int64 [T]: flat index s of each token's replay boundary, for decoder layers: tokens at or after s see
     no window key before s. None, or a token's document start: no replay.
     """
@@ -46,13 +61,41 @@ def make_batch(
         here_T = torch.arange(documents.num_tokens, device=replay_start_T.device)
         cut_T = torch.where(here_T >= replay_start_T, replay_start_T, 0)
         decoder_window_start_T = torch.maximum(window_start_T, cut_T)
-    ratios = sorted(set(config.backbone_ratios) - {0})
-    return Batch(
+    entries = {ratio: documents.entries(ratio) for ratio in sorted(set(config.backbone_ratios) - {0})}
+    whole = Batch(
         documents=documents,
-        entries={ratio: documents.entries(ratio) for ratio in ratios},
+        total_tokens=documents.num_tokens,
+        entries=entries,
+        groups={ratio: whole_groups(e) for ratio, e in entries.items()},
         engram_rows=engram_hash(input_ids_BS.reshape(-1), documents),
         window_start_T=window_start_T,
         decoder_window_start_T=decoder_window_start_T,
+    )
+    return whole if shard.count == 1 else _shard_batch(config, whole, input_ids_BS.shape[0], shard)
+
+
+def _shard_batch(config: DSV41Config, whole: Batch, num_rows: int, shard: SequenceShard) -> Batch:
+    total, halo = whole.total_tokens, config.sliding_window - 1
+    size = total // shard.count
+    if num_rows != 1:
+        raise ValueError(f"a sequence cut into {shard.count} shards needs micro-batches of one row, got {num_rows}")
+    if total % shard.count or size < halo:
+        raise ValueError(
+            f"sequence length {total} must be a multiple of {shard.count} shards of at least {halo} tokens "
+            "(the window's halo comes from one neighbour)"
+        )
+    begin, end = shard.index * size, (shard.index + 1) * size
+    return Batch(
+        documents=whole.documents.rows(begin, end),
+        total_tokens=total,
+        entries={
+            ratio: dataclasses.replace(e, first_T=e.first_T[begin:end], num_visible_T=e.num_visible_T[begin:end])
+            for ratio, e in whole.entries.items()
+        },
+        groups={ratio: shard_groups(e, total, shard.count, shard.index) for ratio, e in whole.entries.items()},
+        engram_rows={layer: rows[begin:end] for layer, rows in whole.engram_rows.items()},
+        window_start_T=whole.window_start_T[begin:end] - (begin - halo),
+        decoder_window_start_T=whole.decoder_window_start_T[begin:end] - (begin - halo),
     )
 
 

@@ -30,6 +30,21 @@ class Entries:
 
 
 @dataclasses.dataclass(frozen=True)
+class Groups:
+    """The token groups that one process compresses, and where their entries go.
+
+    token_C, position_C: int64, first token of each group, as a row of the compressor's input, and its position.
+    slot_C: None where this process compresses every entry; else int64 [C], each entry's row in the concatenation of
+    all sequence shards' latents.
+    """
+
+    ratio: int
+    token_C: Tensor
+    position_C: Tensor
+    slot_C: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Documents:
     """Document layout of T flat tokens."""
 
@@ -42,6 +57,10 @@ class Documents:
     def num_tokens(self) -> int:
         """T."""
         return self.start_T.shape[0]
+
+    def rows(self, begin: int, end: int) -> Documents:
+        """The layout of tokens [begin, end); `start_T` keeps counting from the whole micro-batch's first token."""
+        return Documents(*(getattr(self, f.name)[begin:end] for f in dataclasses.fields(self)))
 
     def window_start(self, window: int) -> Tensor:
         """Flat index of the oldest window key of every token, int64 [T]: `window` keys with the token itself."""
@@ -69,6 +88,34 @@ class Documents:
             first_T=num_before_T[self.start_T],
             num_visible_T=(self.position_T + 1) // ratio,
         )
+
+
+def whole_groups(entries: Entries) -> Groups:
+    """Groups of a process that holds every token."""
+    return Groups(entries.ratio, entries.token_C, entries.position_C)
+
+
+def shard_groups(entries: Entries, num_tokens: int, shards: int, shard: int) -> Groups:
+    """Groups that end inside contiguous shard `shard` of `shards` equal shards of one row of `num_tokens` tokens.
+
+    The compressor's input is the shard's tokens after a halo of ratio-1 tokens of the left neighbour, so groups may
+    straddle shards. Every shard compresses the same number of rows; unused ones repeat a valid group.
+    """
+    size, ratio = num_tokens // shards, entries.ratio
+    capacity = -(-size // ratio)
+    owner_C = (entries.token_C + ratio - 1) // size
+    owner_C = torch.where(entries.valid_C, owner_C, shards)
+    counts = torch.zeros(shards + 1, dtype=torch.int64, device=owner_C.device).scatter_add(
+        0, owner_C, torch.ones_like(owner_C)
+    )
+    first = counts.cumsum(0) - counts
+    number_C = torch.arange(owner_C.shape[0], device=owner_C.device) - first[owner_C]
+    slot_C = torch.where(entries.valid_C, owner_C * capacity + number_C, 0)
+    mine = first[shard] + torch.arange(capacity, device=owner_C.device)
+    mine = mine.clamp_max(max(owner_C.shape[0] - 1, 0))
+    begin = shard * size - (ratio - 1)
+    token_c = (entries.token_C[mine] - begin).clamp(0, max(size - 1, 0))
+    return Groups(ratio, token_c, entries.position_C[mine], slot_C)
 
 
 def documents_from_ids(document_ids_BS: Tensor, alive_BS: Tensor, image_BS: Tensor) -> Documents:

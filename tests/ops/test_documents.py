@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dsv41.ops.documents import documents_from_ids, documents_from_lengths
+from megatron_dsv41.ops.documents import documents_from_ids, documents_from_lengths, shard_groups
 
 
 def brute_entries(lengths, ratio):
@@ -55,3 +55,25 @@ def test_left_padding_does_not_shift_positions():
 def test_too_long_documents_are_refused():
     with pytest.raises(ValueError, match=r"row 1: document lengths \[3, 3\] exceed the sequence length 5"):
         documents_from_lengths([[5], [3, 3]], 5)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[12], [5, 7], [1, 1, 3, 7], [3, 3, 3, 3], [11]])
+def test_shards_compress_every_group_once_even_across_their_edges(lengths, shards, ratio):
+    documents = documents_from_lengths([lengths], 12)
+    entries = documents.entries(ratio)
+    tokens = torch.arange(12)
+    gathered, positions = [], []
+    for shard in range(shards):
+        groups = shard_groups(entries, 12, shards, shard)
+        size = 12 // shards
+        haloed = torch.cat([torch.full((ratio - 1,), -99), tokens]) if shard == 0 else tokens
+        begin = shard * size - (ratio - 1) if shard else 0
+        held = haloed[begin : begin + size + ratio - 1]
+        gathered.append(held[groups.token_C])
+        positions.append(groups.position_C)
+        assert groups.token_C.shape[0] == gathered[0].shape[0]
+    slot_C = groups.slot_C
+    assert torch.cat(gathered)[slot_C][entries.valid_C].tolist() == entries.token_C[entries.valid_C].tolist()
+    assert torch.cat(positions)[slot_C][entries.valid_C].tolist() == entries.position_C[entries.valid_C].tolist()

@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_dsv41.ops.documents import Entries
+from megatron_dsv41.ops.documents import Entries, Groups
 from megatron_dsv41.ops.numerics import wide
 
 SCORE_ROWS = 256  # query rows scored at once: bounds the score tile to [SCORE_ROWS, I, C]
 
 
-def pool(p_TD: Tensor, g_TD: Tensor, entries: Entries) -> Tensor:
+def pool(p_TD: Tensor, g_TD: Tensor, groups: Groups) -> Tensor:
     """Latent of every entry before its norm: per channel, softmax of the group's gates weighs the group's values.
 
     p_TD, g_TD: fp32 [T, D]. Returns fp32 [C, D]. Unused entries hold finite values that nobody may read.
     """
-    members = entries.token_C[:, None] + torch.arange(entries.ratio, device=p_TD.device)
+    members = groups.token_C[:, None] + torch.arange(groups.ratio, device=p_TD.device)
     return (p_TD[members] * g_TD[members].softmax(dim=1)).sum(dim=1)
 
 
