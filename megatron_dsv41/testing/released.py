@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_dsv41 import presets
+from megatron_dsv41.checkpoint import jobs
+from megatron_dsv41.checkpoint.convert import import_checkpoint
 from megatron_dsv41.checkpoint.mapping import release_shards, released_inventory
+from megatron_dsv41.checkpoint.pieces import Effort
 from megatron_dsv41.checkpoint.safetensors_io import INDEX, ShardWriter, TensorSpec, index_text, shards_by_file
 from megatron_dsv41.checkpoint.storage import DTYPE_NAMES, TORCH_DTYPES
 from megatron_dsv41.config import DSV41Config
@@ -80,6 +84,19 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], files: dict[str, str
         writer.write_bytes(name, 0, tensor.reshape(-1))
     writer.close()
     (folder / INDEX).write_text(index_text(shards))
+
+
+def import_slowly(source: Path, target: Path, pause: float) -> None:
+    """An import that waits before every write and notes its progress at once: to be killed in the middle."""
+    write = ShardWriter.write_bytes
+
+    def slow(self: ShardWriter, name: str, start: int, data: Tensor) -> None:
+        time.sleep(pause)
+        write(self, name, start, data)
+
+    ShardWriter.write_bytes = slow
+    jobs.SYNC_SECONDS = 0.0
+    import_checkpoint(source, target, effort=Effort(workers=2))
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
