@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron_dsv41.checkpoint.export_plan import ShardPlan
     from megatron_dsv41.checkpoint.pieces import Effort
     from megatron_dsv41.config import DSV41Config
 
@@ -19,6 +20,7 @@ EPILOG = """examples:
   dsv41 convert import DeepSeek-V4.1-Flash native/ --storage source
   dsv41 convert export native/ out/                          # as it came in: the same bytes where nothing changed
   dsv41 convert export native/ out/ --storage bf16 --shards 10GB
+  dsv41 convert export runs/first out/                       # a training run's newest checkpoint, its tokenizer too
   dsv41 convert verify DeepSeek-V4.1-Flash                   # names, shapes, scales, non-finite values
   dsv41 convert verify native/ out/                          # compare two, tensor by tensor
 
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_effort(add)
 
     add = actions.add_parser("export", help="native folder -> released folder").add_argument
-    add("src", metavar="SRC", help="native folder, or a released one to store differently")
+    add("src", metavar="SRC", help="native folder, training run, or a released folder to store differently")
     add("dst", metavar="DST", help="new or empty folder")
     add(
         "--storage",
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as the checkpoint came in (default), plain, or quantized as the release",
     )
     add("--like", metavar="FOLDER", help="where the model came from (default: SRC knows)")
+    add("--step", type=int, help="which checkpoint of a training run (default: the newest)")
     add("--shards", help="source, release, or a size such as 5GB per file (default: source with --storage source)")
     _add_effort(add)
 
@@ -93,10 +96,38 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_dsv41.checkpoint.convert import export_checkpoint
 
     shards = args.shards if args.shards in (None, "source", "release") else parse_size(args.shards)
+    if (Path(args.src) / "run.yaml").is_file():
+        return _export_run(args, shards)
+    if args.step is not None:
+        raise ValueError(f"--step chooses among the checkpoints of a training run; {args.src} is none")
     export_checkpoint(
         _folder(args.src), args.dst, storage=args.storage, like=args.like, shards=shards, effort=_effort(args)
     )
     print(f"exported {args.src} to {args.dst}")
+    return 0
+
+
+def _export_run(args: argparse.Namespace, shards: ShardPlan | None) -> int:
+    from megatron_dsv41.backends.megatron.run_source import RunSource
+    from megatron_dsv41.checkpoint.convert import export_checkpoint
+    from megatron_dsv41.data.files import write_whole
+
+    source = RunSource(args.src, args.step)
+    export_checkpoint(
+        source,
+        args.dst,
+        config=source.config,
+        storage=args.storage,
+        like=args.like or source.run.train.init_from,
+        shards=shards,
+        effort=_effort(args),
+    )
+    print(f"exported step {source.step} of {args.src} to {args.dst}")
+    try:
+        for path in source.tokenizer_files():
+            write_whole(Path(args.dst) / path.name, path.read_bytes())
+    except ValueError as error:  # the weights are exported all the same; the run's data may lie elsewhere by now
+        print(f"the tokenizer was not copied: {error}")
     return 0
 
 

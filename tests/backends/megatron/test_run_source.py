@@ -1,0 +1,78 @@
+"""Reading a run's weights outside of Megatron."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megatron_dsv41 import presets
+from megatron_dsv41.backends.megatron.run_source import RunSource
+from megatron_dsv41.checkpoint.convert import export_checkpoint, load_released
+from megatron_dsv41.checkpoint.mapping import bind
+from megatron_dsv41.run_config import run_from_dict
+
+RUN = {
+    "model": {"preset": "tiny"},
+    "data": {"train": "absent", "seq_length": 8},
+    "batch": {"sequences": 1},
+    "train": {"steps": 2, "precision": "fp32"},
+    "checkpoint": {"folder": "x"},
+}
+
+
+def write_run(folder, step=1, leave_out=()):
+    """A run's folder as training leaves it, without the optimizer. Returns the native tensors."""
+    run = run_from_dict(RUN)
+    (folder / "run.yaml").write_text(run.to_yaml())
+    generator = torch.Generator().manual_seed(step)
+    state = {b.native: torch.randn(b.shape, generator=generator) for b in bind(run.architecture())}
+    stored = {name: tensor for name, tensor in state.items() if name not in leave_out}
+    path = folder / f"iter_{step:07d}"
+    save(stored | {"optimizer.step": torch.ones(1)}, storage_writer=FileSystemWriter(path), no_dist=True)
+    for name in ("common.pt", "metadata.json"):
+        (path / name).touch()
+    return state
+
+
+def test_whole_tensors_and_rows(tmp_path):
+    state = write_run(tmp_path)
+    source = RunSource(tmp_path)
+    assert source.config == dataclasses.replace(presets.tiny(), dtype="float32")
+    assert list(source.names()) == list(state)
+    name = "layers.3.ffn.experts.w13"
+    assert torch.equal(source.read(name), state[name])
+    assert torch.equal(source.read(name, slice(3, 5)), state[name][3:5])
+    assert source.shape(name) == state[name].shape
+    assert source.dtype(name) == "F32"
+
+
+def test_the_newest_checkpoint_or_a_named_one(tmp_path):
+    first, second = write_run(tmp_path, 1), write_run(tmp_path, 2)
+    assert torch.equal(RunSource(tmp_path).read("norm.weight"), second["norm.weight"])
+    assert torch.equal(RunSource(tmp_path, 1).read("norm.weight"), first["norm.weight"])
+    with pytest.raises(ValueError, match="no checkpoint of step 7; it has 1, 2"):
+        RunSource(tmp_path, 7)
+
+
+def test_an_export_gives_the_weights_back(tmp_path):
+    (tmp_path / "run").mkdir()
+    state = write_run(tmp_path / "run")
+    source = RunSource(tmp_path / "run")
+    export_checkpoint(source, tmp_path / "hf", config=source.config)
+    again = load_released(tmp_path / "hf")
+    assert set(again) == set(state)
+    assert all(torch.equal(again[name], state[name]) for name in state)
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    write_run(tmp_path, leave_out=("layers.2.attn.wkv.weight",))
+    with pytest.raises(ValueError, match=r"lacks 1 tensors of the model, such as layers\.2\.attn\.wkv\.weight"):
+        RunSource(tmp_path)
+
+
+def test_a_run_without_checkpoint(tmp_path):
+    (tmp_path / "run.yaml").write_text(run_from_dict(RUN).to_yaml())
+    with pytest.raises(ValueError, match="no complete checkpoint yet"):
+        RunSource(tmp_path)
