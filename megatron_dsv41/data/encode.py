@@ -12,8 +12,9 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.synchronize import Event
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -93,9 +94,9 @@ def encode_in_order(documents: Iterable[Document], encoding: Encoding, workers: 
         yield from map(Encoder(encoding), chunks)
         return
     # spawn, not fork: the parent may have threads (torch, tokenizers, datasets) that a fork would leave locked.
-    executor = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(encoding,)
-    )
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoding, stop))
     try:
         waiting: deque[Future[Encoded]] = deque()
         for chunk in chunks:
@@ -109,6 +110,7 @@ def encode_in_order(documents: Iterable[Document], encoding: Encoding, workers: 
             "a worker process died (out of memory, or killed): nothing was written; try fewer --workers"
         ) from error
     finally:
+        stop.set()  # chunks that a worker has already been handed cannot be cancelled
         executor.shutdown(wait=True, cancel_futures=True)
 
 
@@ -126,10 +128,12 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 _encoder: Encoder | None = None  # one per worker process
+_stop: Event | None = None
 
 
-def _start_worker(encoding: Encoding) -> None:
-    global _encoder
+def _start_worker(encoding: Encoding, stop: Event) -> None:
+    global _encoder, _stop
+    _stop = stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism here
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -145,5 +149,7 @@ def _end_with_parent() -> None:
 
 
 def _encode_in_worker(chunk: list[Document]) -> Encoded:
-    assert _encoder is not None
+    assert _encoder is not None and _stop is not None
+    if _stop.is_set():
+        raise CancelledError
     return _encoder(chunk)

@@ -36,39 +36,54 @@ def _bar(label: str, total: float | None, unit: str) -> Iterator[Advance]:
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=total, extra="")
-        began, done = time.monotonic(), 0.0
+        speed = _Speed(unit)
 
         def advance(amount: float, extra: str) -> None:
-            nonlocal done
-            done += amount
-            rate = _rate(done, time.monotonic() - began, unit)
-            bar.update(task, advance=amount, extra=f"{rate}  {extra}")
+            bar.update(task, advance=amount, extra=f"{speed.after(amount)}  {extra}")
 
         yield advance
 
 
 @contextlib.contextmanager
 def _lines(label: str, total: float | None, unit: str) -> Iterator[Advance]:
-    began = shown = time.monotonic()
+    shown = time.monotonic()
+    speed = _Speed(unit)
     done = 0.0
 
     def advance(amount: float, extra: str) -> None:
         nonlocal done, shown
         done += amount
+        rate = speed.after(amount)
         now = time.monotonic()
         if now - shown < LOG_SECONDS:
             return
         shown = now
         share = f" {done / total:.1%}" if total else ""
-        left = f", {_clock((now - began) * (total - done) / done)} left" if total and done else ""
-        print(f"{label}{share}, {_rate(done, now - began, unit)}, {extra}{left}", file=sys.stderr, flush=True)
+        left = f", {_clock((total - done) / speed.per_second)} left" if total and speed.per_second else ""
+        print(f"{label}{share}, {rate}, {extra}{left}", file=sys.stderr, flush=True)
 
     yield advance
 
 
-def _rate(done: float, seconds: float, unit: str) -> str:
-    rate = done / max(seconds, 1e-9)
-    return f"{rate / 1e6:.2f} MB/s" if unit == "bytes" else f"{rate:.0f} {unit}/s"
+class _Speed:
+    """Work per second since the first report: what came before it is start-up."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self.per_second = 0.0
+        self._began: float | None = None
+        self._done = 0.0
+
+    def after(self, amount: float) -> str:
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+            return "starting"
+        self._done += amount
+        self.per_second = self._done / max(now - self._began, 1e-9)
+        if self.unit == "bytes":
+            return f"{self.per_second / 1e6:.2f} MB/s"
+        return f"{self.per_second:.0f} {self.unit}/s"
 
 
 def _clock(seconds: float) -> str:
