@@ -102,6 +102,11 @@ def attend_lines(tokens: int, heads: int, clustered: bool) -> Iterator[Line]:
 
         yield Line("attend fwd", "FlashMLA kernel alone", shape, forward, kernel)
         yield Line("attend fwd", "flash_mla", shape, forward, lambda: flash_mla_attend.forward(problem, *inputs))
+    if torch.cuda.get_device_capability() == (9, 0):
+        from megatron_dsv41.ops.csa2 import hopper_attend
+
+        yield Line("attend fwd", "hopper", shape, forward, lambda: hopper_attend.forward(problem, *inputs))
+        yield Line("attend bwd", "hopper", shape, backward, lambda: hopper_attend.backward(problem, *saved))
     yield Line("attend bwd", "triton", shape, backward, lambda: triton_attend.backward(problem, *saved))
     yield Line("attend bwd", "triton, deterministic", shape, backward, lambda: triton_attend.backward(ordered, *saved))
     teacher = lambda: triton_attend.teacher_probabilities(problem, q, keys, topk, lse)  # noqa: E731

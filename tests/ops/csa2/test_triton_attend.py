@@ -17,6 +17,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
 DEVICE = "cpu" if INTERPRETED else "cuda"
 PROVIDERS = ["triton"]
+if not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+    PROVIDERS.append("hopper")
 if not INTERPRETED and importlib.util.find_spec("flash_mla"):
     PROVIDERS.append("flash_mla")
 SMALL = dict(heads=8, dim=64, window=8, topk=16)

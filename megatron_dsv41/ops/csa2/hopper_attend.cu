@@ -1,0 +1,501 @@
+// Joint sparse attention on Hopper (SM90a): wgmma, one CTA per query token, its heads as the 64 rows of every product.
+// hopper_attend.py compiles and launches it; ref.sparse_attend defines the result.
+//
+// Rows of both latents stand in one table, packed by `pack_rows`: channel 4c + 2j + e of each 16 lies at 8j + 2c + e.
+// A thread's accumulators of two neighbouring 8-column tiles are then 4 neighbouring channels: one 16-byte access.
+// Sums over channels do not see the order as long as q and grad_out are packed the same way.
+//
+// Tiles of 64 rows x 512 channels lie in shared memory as 8 column blocks of 64 rows x 128 bytes, 128-byte swizzled.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+constexpr int DIM = 512, ROWS = 64, THREADS = 256;
+constexpr int COLUMN_BLOCK = ROWS * 128;    // bytes of 64 rows x 64 channels
+constexpr int TILE = ROWS * DIM * 2;        // bytes of 64 rows x 512 channels
+constexpr int MAX_SLOTS = 1024;
+constexpr float LOG2E = 1.4426950408889634f;
+#define INFINITE __int_as_float(0x7f800000)
+
+struct alignas(16) Vec { u32 x, y, z, w; };
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ u32 swizzled(int row, int chunk) {  // byte of 16-byte chunk 0..63 of a row of a tile
+    return (chunk >> 3) * COLUMN_BLOCK + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
+}
+// Matrix descriptor of a swizzled tile; groups of 8 rows are 1024 bytes apart. `lead` is the distance of 64-wide blocks
+// of an operand that is not transposed in memory order (its rows are the summed dimension).
+__device__ __forceinline__ u64 descriptor(u32 address, u32 lead) {
+    return (u64)((address & 0x3FFFF) >> 4) | ((u64)(lead >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+}
+// Steps of a descriptor's start: 16 channels of every row further, 16 rows further, 64 channels further.
+__device__ __forceinline__ u64 channels(int k) { return (k / 4 * COLUMN_BLOCK + k % 4 * 32) >> 4; }
+__device__ __forceinline__ u64 rows(int k) { return (k * 16 * 128) >> 4; }
+__device__ __forceinline__ u64 column_blocks(int k) { return (k * COLUMN_BLOCK) >> 4; }
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void mma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(LEFT) : "memory");
+}
+// Ordinary stores and cp.async writes become visible to wgmma.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;\n" ::"n"(LEFT) : "memory");
+}
+__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void prefetch_l2(const void* from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void add4(float* to, float a, float b, float c, float d) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+                 : "memory");
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+__device__ __forceinline__ float low_half(u32 word) { return __uint_as_float(word << 16); }
+__device__ __forceinline__ float high_half(u32 word) { return __uint_as_float(word & 0xffff0000u); }
+__device__ __forceinline__ void store4(u16* to, float a, float b, float c, float d) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(pack(a, b), pack(c, d));
+}
+__device__ __forceinline__ float dot2(u32 a, u32 b) {
+    return low_half(a) * low_half(b) + high_half(a) * high_half(b);
+}
+
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+
+template <int TRANSPOSE_A, int TRANSPOSE_B>
+__device__ __forceinline__ void mma32(float (&d)[16], u64 a, u64 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+        "}, %16, %17, p, 1, 1, %19, %20;\n}\n"
+        :
+          D4(0), D4(4), D4(8), D4(12)
+        : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+}
+
+template <int TRANSPOSE_A, int TRANSPOSE_B>
+__device__ __forceinline__ void mma64(float (&d)[32], u64 a, u64 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
+        "%25,%26,%27,%28,%29,%30,%31"
+        "}, %32, %33, p, 1, 1, %35, %36;\n}\n"
+        :
+          D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28)
+        : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+}
+
+template <int TRANSPOSE_A, int TRANSPOSE_B>
+__device__ __forceinline__ void mma256(float (&d)[128], u64 a, u64 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
+        "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,"
+        "%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,"
+        "%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,"
+        "%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,"
+        "%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+        "}, %128, %129, p, 1, 1, %131, %132;\n}\n"
+        :
+          D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28),
+          D4(32), D4(36), D4(40), D4(44), D4(48), D4(52), D4(56), D4(60),
+          D4(64), D4(68), D4(72), D4(76), D4(80), D4(84), D4(88), D4(92),
+          D4(96), D4(100), D4(104), D4(108), D4(112), D4(116), D4(120), D4(124)
+        : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+}
+
+// 16 channels from two 16-byte words into packed order.
+__device__ __forceinline__ void pack16(Vec& a, Vec& b) {
+    Vec even = {a.x, a.z, b.x, b.z}, odd = {a.y, a.w, b.y, b.w};
+    a = even;
+    b = odd;
+}
+
+// Table of latents: window rows, then compressed rows, packed. One thread per 16 channels.
+extern "C" __global__ void pack_rows(const u16* window, const u16* keys, u16* table, int num_window, int num_rows) {
+    const long long at = (long long)blockIdx.x * THREADS + threadIdx.x;
+    const long long row = at / (DIM / 16);
+    if (row >= num_rows) return;
+    const u16* from = row < num_window ? window + at * 16 : keys + (at - (long long)num_window * (DIM / 16)) * 16;
+    Vec a = reinterpret_cast<const Vec*>(from)[0], b = reinterpret_cast<const Vec*>(from)[1];
+    pack16(a, b);
+    reinterpret_cast<Vec*>(table + at * 16)[0] = a;
+    reinterpret_cast<Vec*>(table + at * 16)[1] = b;
+}
+
+// Table rows behind the token's slots, -1 = none, padded to whole blocks. Returns how many blocks hold a used slot.
+// Window slots come first, oldest first. `scratch` holds 8 words. Ends with the CTA in step.
+__device__ __forceinline__ int list_slots(int* ids, int* scratch, const int* topk, long long first, long long start,
+                                          int window, int num_topk, int num_window) {
+    const int tid = threadIdx.x, slots = window + num_topk;
+    int used = 0;
+    for (int slot = tid; slot < ((slots + ROWS - 1) / ROWS + 1) * ROWS; slot += THREADS) {
+        int id = -1;
+        if (slot < window) {
+            if (first + slot >= start) id = (int)(first + slot);
+        } else if (slot < slots) {
+            const int chosen = topk[slot - window];
+            if (chosen >= 0) id = chosen + num_window;
+        }
+        ids[slot] = id;
+        if (id >= 0) used = slot + 1;
+    }
+    used = __reduce_max_sync(0xffffffffu, used);
+    if (tid % 32 == 0) scratch[tid / 32] = used;
+    __syncthreads();
+    for (int warp = 0; warp < THREADS / 32; ++warp) used = max(used, scratch[warp]);
+    return (used + ROWS - 1) / ROWS;
+}
+
+// Starts copying the 64 table rows `ids` into a tile; unused slots become 0.
+__device__ __forceinline__ void gather(u32 tile, const u16* table, const int* ids) {
+    const int tid = threadIdx.x, chunk = tid % 64;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const int row = i * 4 + tid / 64, id = ids[row];
+        copy16(tile + swizzled(row, chunk), table + (long long)max(id, 0) * DIM + chunk * 8, id >= 0 ? 16 : 0);
+    }
+    copy_commit();
+}
+
+// Loads the token's heads [num_heads, 512] into a tile, packed; rows past num_heads are 0.
+__device__ __forceinline__ void load_heads(unsigned char* tile, const u16* from, int num_heads) {
+    const int row = threadIdx.x / 4, part = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int pair = i * 4 + part;
+        Vec a = {0, 0, 0, 0}, b = {0, 0, 0, 0};
+        if (row < num_heads) {
+            const Vec* source = reinterpret_cast<const Vec*>(from + row * DIM + pair * 16);
+            a = source[0];
+            b = source[1];
+        }
+        pack16(a, b);
+        *reinterpret_cast<Vec*>(tile + swizzled(row, pair * 2)) = a;
+        *reinterpret_cast<Vec*>(tile + swizzled(row, pair * 2 + 1)) = b;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attend_forward(const u16* q, const u16* table, const int* topk, const float* sink, const long long* start, u16* out,
+               float* lse, int num_tokens, int num_heads, int window, int num_topk, int offset, int num_window,
+               double scale) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    unsigned char *q_tile = memory, *k_tile = memory + TILE, *p_tile = memory + 3 * TILE;
+    int* ids = reinterpret_cast<int*>(p_tile + COLUMN_BLOCK);
+    float* tops = reinterpret_cast<float*>(ids + MAX_SLOTS + ROWS);  // [2][64]: each warpgroup's row maxima
+    int* scratch = reinterpret_cast<int*>(tops + 2 * ROWS);
+    const int tid = threadIdx.x, lane = tid % 32, quad = lane % 4;
+    const int group = __shfl_sync(0xffffffffu, tid / 128, 0);  // uniform, so descriptors live in uniform registers
+    const int row = (tid % 128) / 32 * 16 + lane / 4;  // and row + 8
+    const long long token = blockIdx.x;
+    const float scale_log2 = (float)scale * LOG2E;
+
+    const int blocks = list_slots(ids, scratch, topk + token * num_topk, token + offset - (window - 1), start[token],
+                                  window, num_topk, num_window);
+    if (blocks > 0) gather(shared_address(k_tile), table, ids);
+    if (blocks > 1) gather(shared_address(k_tile) + TILE, table, ids + ROWS);
+    load_heads(q_tile, q + token * num_heads * DIM, num_heads);
+    if (tid == 0 && token + 132 < num_tokens) prefetch_l2(q + (token + 132) * num_heads * DIM, num_heads * DIM * 2);
+
+    // The sink is the first logit of the online softmax; it has no value. A sink of -inf is no logit at all.
+    float top[2], sum[2], o[128];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float logit = row + 8 * i < num_heads ? sink[row + 8 * i] * LOG2E : 0.0f;
+        top[i] = fmaxf(logit, -1e30f);
+        sum[i] = group == 0 && quad == 0 ? exp2_fast(logit - top[i]) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 128; ++i) o[i] = 0.0f;
+
+    const u32 q_at = shared_address(q_tile), p_at = shared_address(p_tile);
+    auto scores = [&](float (&s)[16], int block) {  // q . k for this warpgroup's 32 of the block's 64 slots
+        const u64 a = descriptor(q_at, 16);
+        const u64 b = descriptor(shared_address(k_tile) + (block & 1) * TILE + group * 32 * 128, 16);
+        mma_fence();
+#pragma unroll
+        for (int k = 0; k < DIM / 16; ++k) mma32<0, 0>(s, a + channels(k), b + channels(k), k > 0);
+        mma_commit();
+    };
+    if (blocks > 1) copy_wait<1>(); else copy_wait<0>();
+    fence_async();
+    __syncthreads();
+    float s[16];
+    if (blocks > 0) scores(s, 0);
+    mma_wait<0>();
+    for (int block = 0; block < blocks; ++block) {
+        const u32 k_at = shared_address(k_tile) + (block & 1) * TILE;
+        float best[2] = {-INFINITE, -INFINITE};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int2 id = *reinterpret_cast<const int2*>(ids + block * ROWS + group * 32 + j * 8 + quad * 2);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                s[j * 4 + i * 2] = id.x >= 0 ? s[j * 4 + i * 2] * scale_log2 : -INFINITE;
+                s[j * 4 + i * 2 + 1] = id.y >= 0 ? s[j * 4 + i * 2 + 1] * scale_log2 : -INFINITE;
+                best[i] = fmaxf(best[i], fmaxf(s[j * 4 + i * 2], s[j * 4 + i * 2 + 1]));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            best[i] = fmaxf(best[i], __shfl_xor_sync(0xffffffffu, best[i], 1));
+            best[i] = fmaxf(best[i], __shfl_xor_sync(0xffffffffu, best[i], 2));
+            if (quad == 0) tops[group * ROWS + row + 8 * i] = best[i];
+        }
+        __syncthreads();
+        float shrink[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float old = top[i];
+            top[i] = fmaxf(fmaxf(old, best[i]), tops[(1 - group) * ROWS + row + 8 * i]);
+            shrink[i] = exp2_fast(old - top[i]);
+            sum[i] *= shrink[i];
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float a = exp2_fast(s[j * 4 + i * 2] - top[i]), b = exp2_fast(s[j * 4 + i * 2 + 1] - top[i]);
+                sum[i] += a + b;
+                const int r = row + 8 * i;
+                *reinterpret_cast<u32*>(p_tile + swizzled(r, group * 4 + j) + quad * 4) = pack(a, b);
+            }
+        }
+        if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < 128; ++i) o[i] *= shrink[i / 2 % 2];
+        }
+        const u64 weights = descriptor(p_at, 16), keys = descriptor(k_at + group * 4 * COLUMN_BLOCK, COLUMN_BLOCK);
+        fence_async();
+        __syncthreads();
+        mma_fence();
+#pragma unroll
+        for (int k = 0; k < ROWS / 16; ++k) mma256<0, 1>(o, weights + channels(k), keys + rows(k), 1);
+        mma_commit();
+        if (block + 1 < blocks) {
+            float next[16];
+            copy_wait<0>();
+            fence_async();
+            __syncthreads();
+            scores(next, block + 1);
+            mma_wait<1>();
+            if (block + 2 < blocks) {
+                __syncthreads();  // both warpgroups are done with this block's keys
+                gather(k_at, table, ids + (block + 2) * ROWS);
+            }
+            mma_wait<0>();
+#pragma unroll
+            for (int i = 0; i < 16; ++i) s[i] = next[i];
+        } else {
+            mma_wait<0>();
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
+        sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
+    }
+    __syncthreads();
+    if (quad == 0) {
+        tops[group * ROWS + row] = sum[0];
+        tops[group * ROWS + row + 8] = sum[1];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int r = row + 8 * i;
+        const float total = sum[i] + tops[(1 - group) * ROWS + r], inverse = total > 0.0f ? 1.0f / total : 0.0f;
+        if (r < num_heads) {
+            u16* to = out + (token * num_heads + r) * DIM + group * 256 + quad * 4;
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+                const float* from = o + j * 8 + i * 2;
+                store4(to + j * 16, from[0] * inverse, from[1] * inverse, from[4] * inverse, from[5] * inverse);
+            }
+            if (group == 0 && quad == 0)
+                lse[token * num_heads + r] = total > 0.0f ? (top[i] + log2f(total)) / LOG2E : INFINITE;
+        }
+    }
+}
+
+// grad_q, delta = sum(out * grad_out), and both latents' gradients, added to fp32 grad_table [window rows + entries, 512].
+// Warpgroup 0 forms S and P, warpgroup 1 dP and dS; each owns half of the channels of grad_q and of the latents.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* table, const int* topk, const float* lse,
+                const long long* start, u16* grad_q, float* grad_table, float* delta, int num_tokens, int num_heads,
+                int window, int num_topk, int offset, int num_window, double scale) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    unsigned char *q_tile = memory, *g_tile = memory + TILE, *k_tile = memory + 2 * TILE, *p_tile = memory + 3 * TILE;
+    unsigned char *rest_tile = p_tile + COLUMN_BLOCK, *ds_tile = p_tile + 2 * COLUMN_BLOCK;
+    int* ids = reinterpret_cast<int*>(p_tile + 3 * COLUMN_BLOCK);
+    float* row_stats = reinterpret_cast<float*>(ids + MAX_SLOTS + ROWS);  // [2][64]: lse in log2, delta
+    int* scratch = reinterpret_cast<int*>(row_stats + 2 * ROWS);
+    const int tid = threadIdx.x, lane = tid % 32, quad = lane % 4;
+    const int group = __shfl_sync(0xffffffffu, tid / 128, 0);  // uniform, so descriptors live in uniform registers
+    const int row = (tid % 128) / 32 * 16 + lane / 4;  // and row + 8
+    const long long token = blockIdx.x, heads_at = token * num_heads * DIM;
+    const float scale_log2 = (float)scale * LOG2E;
+
+    const int blocks = list_slots(ids, scratch, topk + token * num_topk, token + offset - (window - 1), start[token],
+                                  window, num_topk, num_window);
+    if (blocks > 0) gather(shared_address(k_tile), table, ids);
+    load_heads(q_tile, q + heads_at, num_heads);
+    load_heads(g_tile, grad_out + heads_at, num_heads);
+    {
+        const int r = tid / 4, part = tid % 4;
+        float dot = 0.0f;
+        if (r < num_heads) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                const long long at = heads_at + r * DIM + (i * 4 + part) * 8;
+                const Vec a = *reinterpret_cast<const Vec*>(out + at), b = *reinterpret_cast<const Vec*>(grad_out + at);
+                dot += dot2(a.x, b.x) + dot2(a.y, b.y) + dot2(a.z, b.z) + dot2(a.w, b.w);
+            }
+        }
+        dot += __shfl_xor_sync(0xffffffffu, dot, 1);
+        dot += __shfl_xor_sync(0xffffffffu, dot, 2);
+        if (part == 0) {
+            row_stats[r] = r < num_heads ? lse[token * num_heads + r] * LOG2E : INFINITE;
+            row_stats[ROWS + r] = dot;
+            if (r < num_heads) delta[token * num_heads + r] = dot;
+        }
+    }
+    if (tid == 0 && token + 132 < num_tokens) {
+        const long long next = heads_at + 132ll * num_heads * DIM;
+        prefetch_l2(q + next, num_heads * DIM * 2);
+        prefetch_l2(out + next, num_heads * DIM * 2);
+        prefetch_l2(grad_out + next, num_heads * DIM * 2);
+    }
+
+    float dq[128];
+#pragma unroll
+    for (int i = 0; i < 128; ++i) dq[i] = 0.0f;
+    const u32 q_at = shared_address(q_tile), g_at = shared_address(g_tile), k_at = shared_address(k_tile);
+    const u32 p_at = shared_address(p_tile), ds_at = shared_address(ds_tile), half = group * 4 * COLUMN_BLOCK;
+    const u64 mine = descriptor(group == 0 ? q_at : g_at, 16), keys = descriptor(k_at, 16);
+    const u64 keys_half = descriptor(k_at + half, COLUMN_BLOCK), ds_rows = descriptor(ds_at, 16);
+    const u64 q_half = descriptor(q_at + half, COLUMN_BLOCK), g_half = descriptor(g_at + half, COLUMN_BLOCK);
+    const u64 p_columns = descriptor(p_at, COLUMN_BLOCK), ds_columns = descriptor(ds_at, COLUMN_BLOCK);
+    for (int block = 0; block < blocks; ++block) {
+        const int* block_ids = ids + block * ROWS;
+        copy_wait<0>();
+        fence_async();
+        __syncthreads();
+        float s[32], grad[2][32];
+        mma_fence();
+#pragma unroll
+        for (int k = 0; k < DIM / 16; ++k)  // warpgroup 0: S = q . k; warpgroup 1: dP = grad_out . k
+            mma64<0, 0>(s, mine + channels(k), keys + channels(k), k > 0);
+        mma_commit();
+        mma_wait<0>();
+        if (group == 0) {
+            const float lse0 = row_stats[row], lse1 = row_stats[row + 8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const int2 id = *reinterpret_cast<const int2*>(block_ids + j * 8 + quad * 2);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float base = i == 0 ? lse0 : lse1;
+                    const float a = id.x >= 0 ? exp2_fast(s[j * 4 + i * 2] * scale_log2 - base) : 0.0f;
+                    const float b = id.y >= 0 ? exp2_fast(s[j * 4 + i * 2 + 1] * scale_log2 - base) : 0.0f;
+                    const u32 word = pack(a, b), at = swizzled(row + 8 * i, j) + quad * 4;
+                    // P goes on as two bf16: its rounded value for the products, and the rest for an exact dS.
+                    *reinterpret_cast<u32*>(p_tile + at) = word;
+                    *reinterpret_cast<u32*>(rest_tile + at) = pack(a - low_half(word), b - high_half(word));
+                }
+            }
+            fence_async();
+        }
+        __syncthreads();
+        auto add_product = [&](float (&sum)[32], u64 weights, u64 heads, int chunk, int add) {
+#pragma unroll
+            for (int k = 0; k < ROWS / 16; ++k)
+                mma64<1, 1>(sum, weights + rows(k), heads + column_blocks(chunk) + rows(k), add || k > 0);
+        };
+        mma_fence();
+        add_product(grad[0], p_columns, g_half, 0, 0);  // runs while warpgroup 1 forms dS
+        mma_commit();
+        if (group == 1) {
+            const float delta0 = row_stats[ROWS + row], delta1 = row_stats[ROWS + row + 8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float base = i == 0 ? delta0 : delta1;
+                    const u32 at = swizzled(row + 8 * i, j) + quad * 4;
+                    const u32 word = *reinterpret_cast<const u32*>(p_tile + at);
+                    const u32 rest = *reinterpret_cast<const u32*>(rest_tile + at);
+                    const float a = (low_half(word) + low_half(rest)) * (s[j * 4 + i * 2] - base) * (float)scale;
+                    const float b = (high_half(word) + high_half(rest)) * (s[j * 4 + i * 2 + 1] - base) * (float)scale;
+                    *reinterpret_cast<u32*>(ds_tile + at) = pack(a, b);
+                }
+            }
+            fence_async();
+        }
+        __syncthreads();
+        mma_fence();
+#pragma unroll
+        for (int k = 0; k < ROWS / 16; ++k) mma256<0, 1>(dq, ds_rows + channels(k), keys_half + rows(k), 1);
+        mma_commit();
+        add_product(grad[0], ds_columns, q_half, 0, 1);
+        mma_commit();
+        mma_wait<1>();
+        __syncthreads();  // both warpgroups are done with this block's keys
+        if (block + 1 < blocks) gather(k_at, table, block_ids + ROWS);
+        const int id0 = block_ids[row], id1 = block_ids[row + 8];
+        float* to0 = grad_table + (long long)id0 * DIM + group * 256 + quad * 4;
+        float* to1 = grad_table + (long long)id1 * DIM + group * 256 + quad * 4;
+#pragma unroll
+        for (int chunk = 0; chunk < 4; ++chunk) {
+            if (chunk < 3) {
+                mma_fence();
+                add_product(grad[(chunk + 1) % 2], p_columns, g_half, chunk + 1, 0);
+                add_product(grad[(chunk + 1) % 2], ds_columns, q_half, chunk + 1, 1);
+                mma_commit();
+                mma_wait<1>();
+            } else {
+                mma_wait<0>();
+            }
+            const float(&sum)[32] = grad[chunk % 2];
+            if (id0 >= 0) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    add4(to0 + chunk * 64 + j * 16, sum[j * 8], sum[j * 8 + 1], sum[j * 8 + 4], sum[j * 8 + 5]);
+            }
+            if (id1 >= 0) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    add4(to1 + chunk * 64 + j * 16, sum[j * 8 + 2], sum[j * 8 + 3], sum[j * 8 + 6], sum[j * 8 + 7]);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int r = row + 8 * i;
+        if (r < num_heads) {
+            u16* to = grad_q + heads_at + r * DIM + group * 256 + quad * 4;
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+                const float* from = dq + j * 8 + i * 2;
+                store4(to + j * 16, from[0], from[1], from[4], from[5]);
+            }
+        }
+    }
+}
