@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+
 from megatron_dsv41.run_config import load_run, run_from_dict
 
 MINIMAL = """
@@ -73,9 +74,7 @@ def test_missing_file_and_bad_yaml(tmp_path):
 
 
 def test_learning_rate_has_four_parts():
-    run = make(
-        "schedule={warmup: 10, stable: 20, cosine: 50, min_lr: 1e-5}", "optimizer.lr=1e-3", "optimizer.clip=0"
-    )
+    run = make("schedule={warmup: 10, stable: 20, cosine: 50, min_lr: 1e-5}", "optimizer.lr=1e-3", "optimizer.clip=0")
     assert run.learning_rate(5) == pytest.approx(5e-4)
     assert run.learning_rate(10) == run.learning_rate(30) == 1e-3
     assert run.learning_rate(55) == pytest.approx((1e-3 + 1e-5) / 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 HELP = "train from a run file, on this rank (start one per GPU with torchrun or srun)"
 
@@ -18,6 +19,11 @@ def run(args: argparse.Namespace) -> int:
     from megatron_dsv41.run_config import load_run
 
     settings = load_run(args.config, args.overrides)
+    from megatron_dsv41.backends.megatron.faults import NonFiniteLoss
     from megatron_dsv41.backends.megatron.train import train
 
-    return train(settings)
+    try:
+        return train(settings)
+    except NonFiniteLoss as fault:
+        print(f"dsv41 train: {fault}", file=sys.stderr)
+        return 1

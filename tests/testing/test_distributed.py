@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+
 from megatron_dsv41.testing.distributed import run_ranks
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 STAGING = ".saving"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -86,12 +87,14 @@ def save(folder: str | Path, step: int, keep: int | None, write: Callable[[str],
     _barrier()
     try:
         write(str(staging))
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch derives the second from BaseException
         if _is_first():
             shutil.rmtree(staging, ignore_errors=True)
-        steps = complete_steps(folder)
+        steps, free = complete_steps(folder), shutil.disk_usage(folder).free
         last = f"the last complete checkpoint is step {steps[-1]}" if steps else "there is no earlier checkpoint"
-        raise OSError(f"saving step {step} to {folder} failed ({_cause(error)}); {last}") from error
+        raise OSError(
+            f"saving step {step} to {folder} failed ({_cause(error)}; {free / 1e9:.2f} GB free there); {last}"
+        ) from error
     if _is_first():
         _publish(folder, staging, step, keep)
     _barrier()
@@ -138,9 +141,7 @@ def compare_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str,
 
 def model_shapes(sharded_state_dicts: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
     """Name -> global shape of all model tensors of the world. Collective."""
-    own = {
-        entry.key: tuple(entry.global_shape) for state_dict in sharded_state_dicts for entry in state_dict.values()
-    }
+    own = {entry.key: tuple(entry.global_shape) for state_dict in sharded_state_dicts for entry in state_dict.values()}
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, own)
     return {name: shape for part in everyone for name, shape in part.items()}
@@ -179,5 +180,3 @@ def _is_first() -> bool:
 def _barrier() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 from typing import Any
@@ -23,6 +24,19 @@ class DSV41TransformerConfig(TransformerConfig):
     ops: dict[str, str] = dataclasses.field(default_factory=dict)
     recompute_blocks: bool = False
     seed: int = 1
+
+
+# Megatron arguments that would take a part of the trainer apart.
+REFUSED = {
+    "async-save": "a checkpoint is moved into place when it is complete, which an asynchronous save never reports",
+    "calculate-per-token-loss": "the loss is already the mean over the valid tokens of the whole step",
+    "fp16": "the model trains in bf16 or fp32; set train.precision",
+    "save": "set checkpoint.folder",
+    "load": "set checkpoint.folder, or train.init_from to start from released weights",
+    "ckpt-format": "checkpoints are torch_dist",
+    "dataloader-type": "the trainer feeds its own micro-batches",
+    "use-megatron-fsdp": "the distributed optimizer shards state; FSDP would shard parameters the model reads by name",
+}
 
 
 def megatron_arguments(run: Run, data_parallel_size: int) -> list[str]:
@@ -137,24 +151,28 @@ def _command_line(values: dict[str, Any]) -> list[str]:
     return words
 
 
+def check_megatron_names(run: Run) -> None:
+    """ValueError for a `megatron.*` setting that Megatron does not know or that the trainer sets itself."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    if not run.megatron:
+        return
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    known = {option.lstrip("-") for action in parser._actions for option in action.option_strings}
+    for name in run.megatron:
+        option = name.replace("_", "-")
+        if option not in known:
+            raise ValueError(f"megatron.{name} is not an argument of Megatron{nearest(option, known)}")
+        if option in REFUSED:
+            raise ValueError(f"megatron.{name} cannot be set: {REFUSED[option]}")
+
+
 def parse_megatron(run: Run, data_parallel_size: int) -> Any:
-    """Megatron's validated argument namespace. ValueError for a `megatron.*` setting that Megatron does not know."""
-    from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
+    """Megatron's validated argument namespace."""
+    from megatron.training.arguments import parse_and_validate_args
 
-    words = megatron_arguments(run, data_parallel_size)
-    if run.megatron:
-        import argparse
-
-        known = {
-            option.lstrip("-")
-            for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions
-            for option in action.option_strings
-        }
-        for name in run.megatron:
-            if name.replace("_", "-") not in known:
-                raise ValueError(f"megatron.{name} is not an argument of Megatron{nearest(name, known)}")
     command = sys.argv
-    sys.argv = ["dsv41", *words]  # Megatron's parser reads only this
+    sys.argv = ["dsv41", *megatron_arguments(run, data_parallel_size)]  # Megatron's parser reads only this
     try:
         return parse_and_validate_args()
     finally:

@@ -54,5 +54,7 @@ class FaultCheck:
             else f"the loss of rank {rank}, micro-batch {micro_batch} is not a finite number"
         )
         steps = checkpoints.complete_steps(self.folder)
-        kept = f"step {steps[-1]} in {self.folder} is the last good checkpoint" if steps else "no checkpoint was saved yet"
+        kept = (
+            f"step {steps[-1]} in {self.folder} is the last good checkpoint" if steps else "no checkpoint was saved yet"
+        )
         return f"step {step}: {where}; training stopped before the update, {kept}"

@@ -55,7 +55,9 @@ class Reporter:
         """Time begins now: set-up does not count."""
         self.begin = self.interval_begin = time.perf_counter()
 
-    def step(self, step: int, loss: torch.Tensor | None, grad_norm: float | None, lr: float, more: Mapping[str, Any]) -> None:
+    def step(
+        self, step: int, loss: torch.Tensor | None, grad_norm: float | None, lr: float, more: Mapping[str, Any]
+    ) -> None:
         """Account one finished step; report when its interval is full. `loss` and `more` may lie on the GPU."""
         if not self.reports:
             return

@@ -8,27 +8,30 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
 from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_dsv41.backends.megatron import checkpoints, launch, optimizer, patches
 from megatron_dsv41.backends.megatron.aux_loss import AuxLoss
 from megatron_dsv41.backends.megatron.builder import DSV41ModelConfig
-from megatron_dsv41.backends.megatron.config import parse_megatron, transformer_config
+from megatron_dsv41.backends.megatron.config import check_megatron_names, parse_megatron, transformer_config
 from megatron_dsv41.backends.megatron.data import MicroBatch, StepFeed, TokenizerIdentity, build_datasets
 from megatron_dsv41.backends.megatron.faults import FaultCheck
+from megatron_dsv41.backends.megatron.initial import load_weights, open_weights
 from megatron_dsv41.backends.megatron.model import DSV41Model
 from megatron_dsv41.backends.megatron.progress import Reporter
 from megatron_dsv41.backends.megatron.router_bias import load_metrics, update_router_biases
-from megatron_dsv41.data.prepared import cache_key, prepared_paths, read_sidecar
+from megatron_dsv41.checkpoint.sources import StateSource
+from megatron_dsv41.data.check import check_prepared
+from megatron_dsv41.data.prepared import cache_key, prepared_paths
 from megatron_dsv41.data.token_map import load_token_map
+from megatron_dsv41.data.tokenizer import open_tokenizer
 from megatron_dsv41.experiments.flops import count_parameters
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.run_config import Run
@@ -45,19 +48,33 @@ class Corpus:
     digest: str
 
 
+@dataclasses.dataclass
+class Checked:
+    """A run whose settings, data and folder fit together."""
+
+    corpus: Corpus
+    data_parallel_size: int
+    resume_step: int | None
+    weights: StateSource | None  # what to start from
+
+
 class Trainer:
     """One run on this rank."""
 
-    def __init__(self, run: Run, corpus: Corpus, data_parallel_size: int, resume_step: int | None):
-        self.run, self.corpus, self.resume_step = run, corpus, resume_step
+    def __init__(self, run: Run, checked: Checked):
+        self.run, self.corpus, self.resume_step = run, checked.corpus, checked.resume_step
+        corpus, resume_step = self.corpus, self.resume_step
         self.architecture = run.architecture()
-        self.arguments = parse_megatron(run, data_parallel_size)
+        self.arguments = parse_megatron(run, checked.data_parallel_size)
         config = transformer_config(run, self.arguments)
         config.finalize_model_grads_func = self.finalize
         config.experimental_attention_variant_loss_scale_func = AuxLoss.set_scale
         self.model_config = DSV41ModelConfig(
             transformer=config, token_map=corpus.token_map, vocab_size=self.architecture.vocab_size
         )
+        if checked.weights is not None:
+            weights = checked.weights
+            self.model_config.pre_wrap_hooks.append(lambda stages: load_weights(stages, weights))
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         self.reporter = Reporter(run, resume_step or 0, reports=rank == world - 1)
@@ -114,7 +131,9 @@ class Trainer:
 
     feeds_are_distributed = True
 
-    def _feed(self, dataset: Any, num_micro_batches: Callable[[], int], start: int = 0, period: int | None = None) -> StepFeed:
+    def _feed(
+        self, dataset: Any, num_micro_batches: Callable[[], int], start: int = 0, period: int | None = None
+    ) -> StepFeed:
         return StepFeed(
             dataset,
             start=start,
@@ -131,7 +150,9 @@ class Trainer:
 
     # --- one step -----------------------------------------------------------------------------------------------
 
-    def forward_step(self, feed: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
+    def forward_step(
+        self, feed: Any, model: Any
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
         """Megatron's forward step: the stage's output and how the last stage turns it into a loss."""
         batch: MicroBatch = next(feed)
         output = model(batch.input_ids_BS, batch.documents, batch.labels_BS)
@@ -189,7 +210,7 @@ class Trainer:
         run, world = self.run, torch.distributed.get_world_size()
         sizes = dataclasses.asdict(run.parallel)
         split = " ".join(f"{axis} {sizes[axis]}" for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"))
-        start = f"step {self.resume_step}" if self.resume_step else "scratch"
+        start = f"step {self.resume_step}" if self.resume_step else run.train.init_from or "scratch"
         return (
             f"{count_parameters(self.architecture).backbone:,} backbone parameters, {run.train.precision}, "
             f"{world} x {launch.device().type}: dp {self.groups.dp.size()} {split}; from {start}\n"
@@ -223,13 +244,24 @@ class Trainer:
 
 
 def create(run: Run) -> Trainer:
-    """Check everything that can be checked, then build the trainer. Collective; ValueError on every rank alike."""
+    """Check everything that can be checked, then build the trainer. Collective; errors are the same on every rank."""
+    checked = check(run)
+    launch.create_groups(run.parallel)
+    return Trainer(run, checked)
+
+
+def check(run: Run) -> Checked:
+    """What can be found wrong before anything is built. Collective; ValueError or OSError on every rank alike."""
     data_parallel_size = launch.check_world(run, torch.distributed.get_world_size())
     refuse_unsupported(run)
-    launch.create_groups(run.parallel)
+    check_megatron_names(run)
+    Ops(run.ops)
+    corpus = on_first(lambda: open_corpus(run))
     resume_step = on_first(lambda: _open_run(run))
-    corpus = open_corpus(run)
-    return Trainer(run, corpus, data_parallel_size, resume_step)
+    weights = None
+    if run.train.init_from and resume_step is None:
+        weights = open_weights(run.train.init_from, run.architecture())
+    return Checked(corpus, data_parallel_size, resume_step, weights)
 
 
 def _open_run(run: Run) -> int | None:
@@ -248,22 +280,21 @@ def refuse_unsupported(run: Run) -> None:
     for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"):
         size = getattr(run.parallel, axis)
         if size > 1:
-            raise ValueError(f"parallel.{axis} {size} is not supported: only data parallelism is, set parallel.{axis}=1")
+            raise ValueError(
+                f"parallel.{axis} {size} is not supported: only data parallelism is, set parallel.{axis}=1"
+            )
 
 
 def open_corpus(run: Run) -> Corpus:
-    """Token map, end-of-document id and digest of the prepared files, which must be of one tokenizer."""
+    """Check all prepared files of the run, which must be of one tokenizer."""
+    config = run.architecture()
     prefixes = [*run.data.train, *run.data.valid]
-    sidecars = {prefix: read_sidecar(prefix) for prefix in prefixes}
-    first = sidecars[prefixes[0]]
-    for prefix, sidecar in sidecars.items():
-        if (sidecar.tokenizer_sha256, sidecar.eod_id) != (first.tokenizer_sha256, first.eod_id):
-            raise ValueError(
-                f"{prefix} was prepared with tokenizer {sidecar.tokenizer}, {prefixes[0]} with {first.tokenizer}: "
-                "one run needs one tokenizer; prepare them again with the same one"
-            )
-    classes = run.data.tokenizer or prepared_paths(prefixes[0]).token_map
-    return Corpus(load_token_map(classes, run.architecture()).ids, first.eod_id, cache_key(prefixes))
+    tokenizer = open_tokenizer(run.data.tokenizer).sha256 if run.data.tokenizer else None
+    for prefix in prefixes:
+        sidecar = check_prepared(prefix, config, tokenizer_sha256=tokenizer, min_tokens=run.data.seq_length + 1)
+        tokenizer = sidecar.tokenizer_sha256
+    token_map = load_token_map(prepared_paths(prefixes[0]).token_map, config)
+    return Corpus(token_map.ids, config.eos_token_id, cache_key(prefixes))
 
 
 def on_first(function: Callable[[], T]) -> T:

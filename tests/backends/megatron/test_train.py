@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from megatron_dsv41.backends.megatron import checkpoints
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.testing.distributed import Ranks, run_ranks
@@ -203,7 +204,9 @@ def test_bf16_keeps_fp32_islands_and_resumes_bitwise(home):
     work = settings(home, "bf16", "train.precision=bf16", "train.steps=6", "checkpoint.keep=1")
     ((dtypes, weights),) = run_ranks(bf16_state, 1, *work)
     fp32 = ("attn_sink", "_hc.fn", "_hc.base", "_hc.scale", "gate.bias", "gate.bias_vl")
-    assert {name for name, dtype in dtypes.items() if dtype == "torch.float32"} == {n for n in dtypes if n.endswith(fp32)}
+    assert {name for name, dtype in dtypes.items() if dtype == "torch.float32"} == {
+        n for n in dtypes if n.endswith(fp32)
+    }
     assert {dtype for name, dtype in dtypes.items() if not name.endswith(fp32)} == {"torch.bfloat16"}
     assert checkpoints.complete_steps(home / "bf16") == [6]
 

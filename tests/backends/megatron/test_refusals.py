@@ -1,0 +1,184 @@
+"""What a run cannot do is refused before its first step, by name; what breaks later leaves the last checkpoint whole."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_dsv41.backends.megatron import checkpoints
+from megatron_dsv41.data.prepared import prepared_paths
+from megatron_dsv41.experiments.tracking import read_metrics
+from megatron_dsv41.testing.distributed import run_ranks
+from megatron_dsv41.testing.tiny_run import tiny_run
+
+
+def train(folder, *overrides):
+    """On a rank."""
+    from megatron_dsv41.backends.megatron.train import train
+
+    return train(tiny_run(folder, *overrides))
+
+
+def refusals(folder, *cases):
+    """The message that each list of overrides meets, on a rank; None when it would have trained."""
+    from megatron_dsv41.backends.megatron import launch, trainer
+
+    launch.prepare_process()
+    found = []
+    for overrides in cases:
+        try:
+            trainer.check(tiny_run(folder, *overrides))
+            found.append(None)
+        except (ValueError, OSError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with the corpus and a finished run of two steps."""
+    folder = tmp_path_factory.mktemp("refusals")
+    assert run_ranks(train, 1, folder, "train.steps=2", "checkpoint.interval=1", "batch.micro=4") == [0]
+    return folder
+
+
+CASES = {
+    "parallel.tp=2": "ValueError: 1 processes cannot be split into tp 2",
+    "batch.micro=3": "ValueError: the global batch of 4 sequences is not a multiple of batch.micro 3 x 1",
+    "data.train=nowhere": "ValueError: nowhere.json is missing",
+    "model.overrides.vocab_size=64": "vocab_size is 96, the model's is 64",
+    "model.overrides.engram_compressed_vocab_size=90": "num_classes is 96, the model's engram_compressed_vocab_size is 90",
+    "model.overrides.kv_source_layer_ids=[3]": "ValueError: kv_source_layer_ids [3] are not in index_source_layer_ids",
+    "data.tokenizer=nowhere": "ValueError: tokenizer 'nowhere'",
+    "ops.csa3=triton": "ValueError: ops.csa3 is neither an op nor a family; did you mean csa2",
+    "megatron.overlap_grad_reduc=true": "overlap_grad_reduc is not an argument of Megatron; did you mean overlap-grad",
+    "megatron.async_save=true": "ValueError: megatron.async_save cannot be set",
+    "train.steps=2": "already holds step 2 of 2: raise train.steps to go on",
+    "checkpoint.resume=false": "is not empty and checkpoint.resume is false",
+}
+
+
+def test_settings(home):
+    (messages,) = run_ranks(refusals, 1, home, *([override] for override in CASES))
+    for (override, expected), message in zip(CASES.items(), messages, strict=True):
+        assert message is not None and expected in message, f"{override}: {message}"
+
+
+def test_folders_and_files(home, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("")
+    data = tmp_path / "data" / "train"
+    data.parent.mkdir()
+    for source, target in zip(prepared_paths(home / "data" / "train"), prepared_paths(data), strict=True):
+        shutil.copy(source, target)
+    paths = prepared_paths(data)
+    content = paths.bin.read_bytes()
+    paths.bin.write_bytes(content[:-10])
+    fresh = f"checkpoint.folder={tmp_path / 'new'}"
+    messages = run_ranks(
+        refusals,
+        1,
+        home,
+        [f"checkpoint.folder={tmp_path / 'full'}"],
+        [f"checkpoint.folder={tmp_path / 'file'}"],
+        [fresh, "train.init_from=nowhere"],
+        [fresh, f"data.train={data}"],
+    )[0]
+    for expected, message in zip(
+        ["holds no run of this program", "is a file", "nowhere is not a folder", "train.bin is cut off"],
+        messages,
+        strict=True,
+    ):
+        assert message is not None and expected in message, message
+    assert (tmp_path / "full" / "thesis.txt").exists()
+
+    tokens = np.frombuffer(content, dtype=np.uint16).copy()
+    tokens[100] = 96
+    paths.bin.write_bytes(tokens.tobytes())
+    assert "has token id 96 at token 100" in run_ranks(refusals, 1, home, [fresh, f"data.train={data}"])[0][0]
+    paths.idx.write_bytes(b"")
+    assert "train.idx is empty" in run_ranks(refusals, 1, home, [fresh, f"data.train={data}"])[0][0]
+
+
+def test_checkpoint_of_another_model(home):
+    work = ("train.steps=4", "batch.micro=4")
+    with pytest.raises(AssertionError, match="does not fit the model in 44 tensors") as failure:
+        run_ranks(
+            train,
+            1,
+            home,
+            *work,
+            "model.overrides.moe_intermediate_size=8",
+            "model.overrides.engram_layer_ids=[1]",
+            "model.overrides.engram_num_embeddings=[834]",
+        )
+    text = str(failure.value)
+    assert text.count("extra: layers.3.engram.") == 4 and text.count("misshapen: ") == 6 and "and 34 more" in text
+
+
+def poisoned(folder, *overrides):
+    """Train with a weight that turns the second rank's second micro-batch of step 3 into NaN."""
+    import torch
+
+    from megatron_dsv41.backends.megatron import launch, trainer
+    from megatron_dsv41.backends.megatron.train import quiet
+
+    launch.prepare_process()
+    with quiet(False):
+        run = trainer.create(tiny_run(folder, *overrides))
+        forward = run.forward_step
+
+        def poison(feed, model):
+            output, loss = forward(feed, model)
+            here = run.arguments.curr_iteration == 2 and torch.distributed.get_rank() == 1
+            poison.calls += here
+            return (output * float("nan") if here and poison.calls == 2 else output), loss
+
+        poison.calls = 0
+        run.forward_step = poison
+        return run.pretrain()
+
+
+def test_nan_names_rank_and_micro_batch(home):
+    folder = home / "nan"
+    work = ("train.steps=4", "batch.micro=1", "checkpoint.interval=2", f"checkpoint.folder={folder}")
+    with pytest.raises(
+        AssertionError, match=r"step 3: the loss of rank 1, micro-batch 1 is not a finite number"
+    ) as failure:
+        run_ranks(poisoned, 2, home, *work)
+    assert "step 2 in" in str(failure.value) and checkpoints.complete_steps(folder) == [2]
+    assert run_ranks(train, 2, home, *work) == [0, 0]
+
+
+def with_file_limit(folder, *overrides):
+    """Train while no file may grow beyond 100 kB: a save fails as on a full disk."""
+    import resource
+
+    from megatron_dsv41.backends.megatron.train import train
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    return train(tiny_run(folder, *overrides))
+
+
+def test_failed_save_keeps_the_last_checkpoint(home):
+    folder = home / "full-disk"
+    work = ("batch.micro=4", "checkpoint.interval=1", f"checkpoint.folder={folder}")
+    assert run_ranks(train, 1, home, *work, "train.steps=1") == [0]
+    with pytest.raises(
+        AssertionError, match=r"saving step 2 to .* failed \(.*\); the last complete checkpoint is step 1"
+    ):
+        run_ranks(with_file_limit, 1, home, *work, "train.steps=2")
+    assert checkpoints.complete_steps(folder) == [1]
+    assert not (folder / checkpoints.STAGING).exists()
+    assert run_ranks(train, 1, home, *work, "train.steps=2") == [0]
+    assert [row["step"] for row in read_metrics(folder)] == [1, 2]
+
+
+def test_too_little_space_is_seen_at_start(tmp_path):
+    with pytest.raises(OSError, match=r"one checkpoint takes about 1000000000\.0 GB, the disk under .* has"):
+        checkpoints.require_space(Path(tmp_path), 1e18)
