@@ -54,6 +54,19 @@ def test_importing_the_package_imports_no_framework(module):
     assert done.returncode == 0, done.stderr
 
 
+def test_training_needs_no_optional_package():
+    """wandb off, prepared data: neither wandb nor datasets is imported, nor what only the command line needs."""
+    absent = ("wandb", "datasets", "transformers", "rich", "matplotlib")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+        "from megatron_dsv41.backends.megatron import launch\n"
+        "launch.prepare_process()\n"
+        "import megatron_dsv41.backends.megatron.trainer"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_public_names_exist():
     for name in megatron_dsv41.__all__:
         assert getattr(megatron_dsv41, name) is not None
