@@ -187,7 +187,7 @@ def start(options: PrepOptions, *more: str) -> subprocess.Popen:
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def wait_for(condition, seconds: float = 60.0):
+def wait_for(condition, seconds: float = 240.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -202,9 +202,9 @@ def test_a_killed_run_leaves_no_data_and_no_process(options, sent):
     wait_for(lambda: len(psutil.Process(run.pid).children()) >= 3 and names(folder))  # tracker and two workers
     children = psutil.Process(run.pid).children()
     run.send_signal(sent)
-    _, errors = run.communicate(timeout=60)
+    _, errors = run.communicate(timeout=240)
     assert run.returncode == (-9 if sent == signal.SIGKILL else 143), errors
-    _, still_there = psutil.wait_procs(children, timeout=20)
+    _, still_there = psutil.wait_procs(children, timeout=60)
     assert not still_there
     left = names(folder)
     assert [name for name in left if not name.startswith(".data.staging-")] == []

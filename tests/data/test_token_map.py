@@ -69,7 +69,7 @@ def test_ids_without_a_token_get_the_pad_class(small_config):
     token_map = classes.for_vocabulary(vocab_size=7, pad_id=2)
     assert token_map.ids.tolist() == [0, 1, 1, 2, 1, 1, 1]
     assert token_map.digest == classes.for_vocabulary(5, 2).digest
-    with pytest.raises(ValueError, match="engram_pad_token_id 1 is not a token"):
+    with pytest.raises(ValueError, match="engram_pad_token_id 1 is not one of the tokenizer.s 5 tokens"):
         classes.for_vocabulary(7, 1)
     with pytest.raises(ValueError, match="vocab_size is 4: raise vocab_size to at least 5"):
         classes.for_vocabulary(4, 2)
