@@ -182,8 +182,8 @@ def _parameter_table(report: dict[str, Any]) -> Any:
     rows.append(("global KV per token", f"{report['kv_bytes_per_token']:,g} B"))
     flops = report["flops_per_token"]
     forward, training = sum(flops["forward"].values()), sum(flops["training"].values())
-    rows.append((f"FLOPs per token at {report['seq_length']}: forward", f"{forward / 1e9:,.4g} G"))
-    rows.append(("forward and backward", f"{training / 1e9:,.4g} G"))
+    rows.append((f"FLOPs per token at {report['seq_length']}: forward", _short(forward)))
+    rows.append(("forward and backward", _short(training)))
     return _table(("kind", ""), rows)
 
 
@@ -211,7 +211,7 @@ def _memory_table(memory: dict[str, Any]) -> Any:
 
 
 def _short(number: float) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+    for unit, size in (("G", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= size:
             return f"{number / size:.4g} {unit}"
     return f"{number:g}"
