@@ -54,12 +54,12 @@ def describe_layer(config: DSV41Config, plan: LayerPlan) -> dict[str, Any]:
 def boundary_bytes(config: DSV41Config, boundary: int) -> float:
     """Bytes per token that a pipeline cut before layer `boundary` has to send: streams, pre-mix and live state.
 
-    Latents and keys in the training dtype, one per `ratio` tokens; selections int32 per token.
+    Latents (fp32, so that readers' gradients add in fp32) and keys: one per `ratio` tokens; selections int32 per token.
     """
     c, plans = config, plan_layers(config)
     ratio = plans[boundary - 1].ratio or 1
     sizes = {
-        "compressed_kv": c.head_dim * dtype_bytes(c) / ratio,
+        "compressed_kv": c.head_dim * 4 / ratio,
         "index_keys": c.index_head_dim * dtype_bytes(c) / ratio,
         "topk_indices": 4 * c.index_topk,
         "candidates": 4 * c.candidate_topk_blocks,
