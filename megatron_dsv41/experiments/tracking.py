@@ -40,7 +40,7 @@ class Metrics:
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """All complete lines of a run's metrics file; the torn last line of a killed run is left out."""
     path = Path(folder) / METRICS_FILE
-    rows = []
+    rows: list[dict[str, Any]] = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(json.JSONDecodeError):

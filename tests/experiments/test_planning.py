@@ -21,7 +21,16 @@ def test_a_cut_in_the_decoder_carries_what_later_layers_read():
 
 def test_every_layer_is_described():
     report = describe_model(presets.tiny(), Phase(), 64)
-    assert [layer["kind"] for layer in report["layers"]] == "swa swa full reuse full reuse reindex reuse".split()
+    assert [layer["kind"] for layer in report["layers"]] == [
+        "swa",
+        "swa",
+        "full",
+        "reuse",
+        "full",
+        "reuse",
+        "reindex",
+        "reuse",
+    ]
     assert report["layers"][4]["candidates"] == "makes"
     assert report["layers"][6]["candidates"] == "uses"
     assert report["layers"][6]["live"] == ["compressed_kv", "index_keys", "candidates"]
