@@ -57,15 +57,21 @@ class Parallel:
     layout: str | None = None  # Megatron's pipeline layout string, such as "Et|tttL"
     cp: int = 1
     ep: int = 1
-    etp: int = 1  # tensor parallelism inside experts
+    etp: int | None = None  # tensor parallelism inside experts; None: tp without expert parallelism, else 1
     shadow_indexers: Literal["auto", "always", "never"] = "auto"
 
     def __post_init__(self) -> None:
         for key in ("tp", "pp", "vpp", "cp", "ep", "etp"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"parallel.{key} must be at least 1, got {getattr(self, key)}")
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"parallel.{key} must be at least 1, got {value}")
         if self.sp and self.tp == 1:
             raise ValueError("parallel.sp splits the sequence over the tp group: it needs parallel.tp > 1")
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallelism inside experts."""
+        return self.etp if self.etp is not None else self.tp if self.ep == 1 else 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

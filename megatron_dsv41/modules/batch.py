@@ -14,7 +14,8 @@ from megatron_dsv41.ops.documents import Documents, Entries, Groups
 class Batch:
     """One micro-batch of T = b*s flat tokens, made once and never changed; or one shard of T tokens of a longer row.
 
-    engram_rows: layer -> int64 [T, columns] table rows.
+    engram_rows: layer -> int64 [T, columns] table rows. gate_open_T bool: tokens that read Engram, alive text. Both are
+    of the tokens as kept between sites, which may be fewer than inside.
     entries: ratio -> all compressed entries of the micro-batch, and which of them these T tokens see.
     groups: ratio -> the groups that this process compresses.
     window_start_T int64: oldest window row of each token, counting the halo of earlier tokens that a shard receives.
@@ -27,10 +28,6 @@ class Batch:
     entries: Mapping[int, Entries]
     groups: Mapping[int, Groups]
     engram_rows: Mapping[int, Tensor]
+    gate_open_T: Tensor
     window_start_T: Tensor
     decoder_window_start_T: Tensor
-
-    @property
-    def gate_open_T(self) -> Tensor:
-        """Tokens that read Engram: alive text, bool [T]."""
-        return self.documents.alive_T & ~self.documents.image_T

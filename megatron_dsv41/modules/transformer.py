@@ -68,6 +68,7 @@ def make_batch(
         entries=entries,
         groups={ratio: whole_groups(e) for ratio, e in entries.items()},
         engram_rows=engram_hash(input_ids_BS.reshape(-1), documents),
+        gate_open_T=documents.alive_T & ~documents.image_T,
         window_start_T=window_start_T,
         decoder_window_start_T=decoder_window_start_T,
     )
@@ -94,6 +95,7 @@ def _shard_batch(config: DSV41Config, whole: Batch, num_rows: int, shard: Sequen
         },
         groups={ratio: shard_groups(e, total, shard.count, shard.index) for ratio, e in whole.entries.items()},
         engram_rows={layer: rows[begin:end] for layer, rows in whole.engram_rows.items()},
+        gate_open_T=whole.gate_open_T[begin:end],
         window_start_T=whole.window_start_T[begin:end] - (begin - halo),
         decoder_window_start_T=whole.decoder_window_start_T[begin:end] - (begin - halo),
     )

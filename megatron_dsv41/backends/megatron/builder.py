@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import ModelType
-from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
@@ -17,6 +16,7 @@ from megatron.training.models.dist_utils import unimodal_build_distributed_model
 
 from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
 from megatron_dsv41.backends.megatron.model import DSV41Model
+from megatron_dsv41.backends.megatron.pipeline import Boundaries
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -26,6 +26,7 @@ class DSV41ModelConfig(ModelConfig):
     builder: ClassVar[str] = "megatron_dsv41.backends.megatron.builder.DSV41ModelBuilder"
     transformer: DSV41TransformerConfig
     token_map: torch.Tensor
+    boundaries: Boundaries
     vocab_size: int
 
     def __getattr__(self, name: str) -> Any:
@@ -44,16 +45,11 @@ class DSV41ModelBuilder(ModelBuilder[DSV41Model, DSV41ModelConfig]):
         post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> DSV41Model:
-        """One stage."""
-        config = self._model_config.transformer
+        """The stage of this pipeline rank and virtual stage. What the stage holds follows from the layout."""
+        model = self._model_config
+        stage = (vp_stage or 0) * pg_collection.pp.size() + pg_collection.pp.rank()
         return DSV41Model(
-            config,
-            self._model_config.token_map,
-            range(config.num_layers),
-            pg_collection,
-            pre_process=is_pp_first_stage(pg_collection.pp),
-            post_process=is_pp_last_stage(pg_collection.pp),
-            vp_stage=vp_stage,
+            model.transformer, model.token_map, stage, model.boundaries, pg_collection, vp_stage=vp_stage
         )
 
     def build_distributed_models(

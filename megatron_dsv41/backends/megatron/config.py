@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from megatron_dsv41.backends.megatron.pipeline import stage_layers
 from megatron_dsv41.config import DSV41Config, nearest
+from megatron_dsv41.parallel.stages import layout_string
 from megatron_dsv41.phase import Phase
 from megatron_dsv41.run_config import Run
 
@@ -72,7 +74,7 @@ def megatron_arguments(run: Run, data_parallel_size: int) -> list[str]:
         "pipeline-model-parallel-size": parallel.pp,
         "context-parallel-size": parallel.cp,
         "expert-model-parallel-size": parallel.ep,
-        "expert-tensor-parallel-size": parallel.etp,
+        "expert-tensor-parallel-size": parallel.expert_tp,
         "sequence-parallel": parallel.sp,
         "distributed-backend": "nccl" if torch.cuda.is_available() else "gloo",
         "use-distributed-optimizer": True,
@@ -95,7 +97,9 @@ def megatron_arguments(run: Run, data_parallel_size: int) -> list[str]:
     }
     if run.train.precision == "bf16":
         values |= {"bf16": True, "accumulate-allreduce-grads-in-fp32": True}
-    if parallel.ep > 1 or parallel.etp != parallel.tp:
+    if parallel.pp > 1:
+        values["pipeline-model-parallel-layout"] = layout_string(stage_layers(model, parallel))
+    if parallel.ep > 1 or parallel.expert_tp != parallel.tp:
         values["num-experts"] = model.n_routed_experts
     for name, value in run.megatron.items():
         values[name.replace("_", "-")] = value

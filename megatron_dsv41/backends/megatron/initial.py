@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from megatron_dsv41.backends.megatron.model import DSV41Model
+from megatron_dsv41.backends.megatron.state_dict import local_part
 from megatron_dsv41.checkpoint.sources import NativeSource, ReleasedSource, StateSource, is_native
 from megatron_dsv41.config import DSV41Config
 
@@ -23,6 +24,6 @@ def open_weights(path: str | Path, config: DSV41Config) -> StateSource:
 def load_weights(stages: list[DSV41Model], source: StateSource) -> list[DSV41Model]:
     """Copy this rank's part of every tensor into the stages and return them. Reads one tensor at a time."""
     for stage in stages:
-        for name, target in stage.state_dict().items():
-            target.copy_(source.read(name))
+        for name, target in stage.state_dict(keep_vars=True).items():
+            target.copy_(local_part(source.read(name), target, stage.layout))
     return stages

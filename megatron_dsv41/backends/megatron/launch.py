@@ -63,7 +63,7 @@ def create_groups(parallel: Parallel) -> None:
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.etp,
+        expert_tensor_parallel_size=parallel.expert_tp,
     )
 
 
@@ -76,10 +76,10 @@ def check_world(run: Run, world_size: int) -> int:
             f"{world_size} processes cannot be split into tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp} = "
             f"{model_size}: start a multiple of {model_size} processes"
         )
-    expert_size = parallel.etp * parallel.ep * parallel.pp
+    expert_size = parallel.expert_tp * parallel.ep * parallel.pp
     if world_size % expert_size:
         raise ValueError(
-            f"{world_size} processes cannot be split into etp {parallel.etp} x ep {parallel.ep} x pp {parallel.pp} = "
+            f"{world_size} processes cannot be split into etp {parallel.expert_tp} x ep {parallel.ep} x pp {parallel.pp} = "
             f"{expert_size}: start a multiple of {expert_size} processes"
         )
     data_size = world_size // model_size

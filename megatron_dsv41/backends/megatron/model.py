@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_dsv41.backends.megatron.aux_loss import AuxLoss
 from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
+from megatron_dsv41.backends.megatron.layout import Layout
+from megatron_dsv41.backends.megatron.pipeline import Boundaries
 from megatron_dsv41.backends.megatron.primitives import MegatronPrimitives
 from megatron_dsv41.backends.megatron.state_dict import sharded_model
 from megatron_dsv41.layer_plan import live_at, plan_layers
+from megatron_dsv41.modules.batch import Batch
 from megatron_dsv41.modules.block import Aux, Block
 from megatron_dsv41.modules.engram import EngramHash
 from megatron_dsv41.modules.hyper_connection import open_streams
@@ -28,50 +34,52 @@ from megatron_dsv41.ops.registry import Ops
 class DSV41Model(LanguageModule):
     """A contiguous run of layers, with the embedding on the first stage and norm and head on the last.
 
-    forward: token ids int64 [b, s], their documents, labels int64 [b, s] -> fp32 losses [b, s] on the last stage, the
-    packed boundary tensor on others. Expert loads of training forwards add up in `expert_load` [layers, 2, E] until the
-    router biases are updated.
+    forward: token ids int64 [b, s], their documents, labels int64 [b, s], of whole sequences -> fp32 losses of this
+    rank's context shard [b, s / cp] on the last stage, the packed boundary tensor on others. What training forwards
+    report adds up in `expert_load` [layers, 2, E] and `aux_loss` [layers, 2] (balance, index) until a step ends.
     """
 
     expert_load: Tensor
+    aux_loss: Tensor
 
     def __init__(
         self,
         config: DSV41TransformerConfig,
         token_map: Tensor,
-        layers: Sequence[int],
+        stage: int,
+        boundaries: Boundaries,
         pg_collection: ProcessGroupCollection,
         *,
-        pre_process: bool = True,
-        post_process: bool = True,
         vp_stage: int | None = None,
     ):
         super().__init__(config=config, pg_collection=pg_collection)
         assert config.architecture is not None
         model = self.architecture = config.architecture
-        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.stage, self.boundaries, self.vp_stage = boundaries.stages[stage], boundaries, vp_stage
+        self.pre_process, self.post_process = stage == 0, stage == len(boundaries.stages) - 1
         self.share_embeddings_and_output_weights = False
         self.recompute_blocks = config.recompute_blocks
+        self.layout = Layout.of(pg_collection, config.sequence_parallel)
         self.ops = Ops(config.ops)
-        self.primitives = MegatronPrimitives(model, self.ops)
+        self.primitives = MegatronPrimitives(model, self.ops, self.layout)
         self.engram_hash = EngramHash(model, token_map)
         self.received: Tensor | None = None
         plans = plan_layers(model)
-        if pre_process:
+        if self.pre_process:
             with _drawn_from(config.seed, 0):
                 self.embed = self.primitives.embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleDict()
-        for layer in layers:
+        for layer in self.stage:
             with _drawn_from(config.seed, 1 + layer):
                 self.layers[str(layer)] = Block(
                     model, plans[layer], config.phase, self.primitives, self.ops, live_at(plans, layer + 1)
                 )
-        if post_process:
+        if self.post_process:
             with _drawn_from(config.seed, 1 + model.num_hidden_layers):
                 self.norm = self.primitives.norm("norm", model.hidden_size, model.rms_norm_eps)
                 self.head = self.primitives.linear("head", model.hidden_size, model.vocab_size, fp32=True)
-        load = torch.zeros(len(layers), 2, model.n_routed_experts, dtype=torch.float32)
-        self.register_buffer("expert_load", load, persistent=False)
+        for name, shape in (("expert_load", (2, model.n_routed_experts)), ("aux_loss", (2,))):
+            self.register_buffer(name, torch.zeros(len(self.stage), *shape), persistent=False)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Megatron's schedules hand over what the previous stage sent, right before each forward."""
@@ -79,22 +87,52 @@ class DSV41Model(LanguageModule):
 
     def forward(self, input_ids_BS: Tensor, documents: Documents, labels_BS: Tensor) -> Tensor:
         """See class."""
-        batch = make_batch(self.architecture, self.engram_hash, input_ids_BS, documents)
-        embedded_SBD = self.embed(input_ids_BS).transpose(0, 1)
-        streams_SBND, pre_mix_SBN = open_streams(embedded_SBD, self.architecture.hc_mult)
-        state, layer_aux = SharedState(), []
+        rows, seq = input_ids_BS.shape
+        batch = self._batch(input_ids_BS, documents)
+        if self.pre_process:
+            streams_SBND, pre_mix_SBN = self._open(self.layout.context_slice(input_ids_BS))
+            state = SharedState()
+        else:
+            received, self.received = self.received, None
+            assert received is not None, "a later stage runs after its input has arrived"
+            streams_SBND, pre_mix_SBN, state = self.boundaries.codec(self.stage.start, rows, seq).unpack(received)
+        layer_aux = []
         for block in self.layers.values():
-            streams_SBND, pre_mix_SBN, state, aux = block(streams_SBND, pre_mix_SBN, state, batch)
+            streams_SBND, pre_mix_SBN, state, aux = self._run(block, streams_SBND, pre_mix_SBN, state, batch)
             layer_aux.append(aux)
-        streams_SBND = self._account(streams_SBND, Aux.stack(layer_aux))
+        if layer_aux:
+            streams_SBND = self._account(streams_SBND, Aux.stack(layer_aux))
+        if not self.post_process:
+            return self.boundaries.codec(self.stage.stop, rows, seq).pack(streams_SBND, pre_mix_SBN, state)
         hidden_SBD = self.norm(self.ops["mhc.collapse"](streams_SBND, pre_mix_SBN))
-        return self.primitives.token_losses(self.head(hidden_SBD), labels_BS)
+        logits_SBV = self.head(self.primitives.fan_out(self.primitives.enter_site(hidden_SBD)))
+        return self.primitives.token_losses(logits_SBV, self.layout.context_slice(labels_BS))
+
+    def _batch(self, input_ids_BS: Tensor, documents: Documents) -> Batch:
+        batch = make_batch(self.architecture, self.engram_hash, input_ids_BS, documents, shard=self.layout.shard)
+        if not self.layout.sequence:
+            return batch
+        # Engram writes between sites, where a rank keeps only its tokens.
+        own = functools.partial(self.layout.stream_slice, batch_size=input_ids_BS.shape[0])
+        rows = {layer: own(ids) for layer, ids in batch.engram_rows.items()}
+        return dataclasses.replace(batch, engram_rows=rows, gate_open_T=own(batch.gate_open_T))
+
+    def _open(self, input_ids_BS: Tensor) -> tuple[Tensor, Tensor]:
+        embedded_SBD = self.primitives.leave_site(self.embed(input_ids_BS).transpose(0, 1).contiguous())
+        return open_streams(embedded_SBD, self.architecture.hc_mult)
+
+    def _run(self, block: Any, *values: Any) -> Any:
+        if self.recompute_blocks and self.training and torch.is_grad_enabled():
+            # No dropout anywhere: there is no generator state to restore.
+            return checkpoint(block, *values, use_reentrant=False, preserve_rng_state=False)
+        return block(*values)
 
     def _account(self, streams_SBND: Tensor, aux: Aux) -> Tensor:
-        """Let the auxiliary losses of this stage take part in its backward, and count its routing."""
+        """Let the auxiliary losses of this stage take part in its backward, and add up what layers report."""
         if not (self.training and torch.is_grad_enabled()):
             return streams_SBND
         self.expert_load += aux.expert_load.detach()
+        self.aux_loss += torch.stack([aux.balance_loss, aux.index_loss], dim=1).detach()
         loss = aux.loss.sum()
         return AuxLoss.apply(streams_SBND, loss) if loss.requires_grad else streams_SBND
 
@@ -102,7 +140,7 @@ class DSV41Model(LanguageModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Native names with their global shapes and this rank's place in them."""
-        return sharded_model(self, prefix, self.pg_collection)
+        return sharded_model(self, prefix, self.pg_collection, self.layout)
 
 
 @contextlib.contextmanager

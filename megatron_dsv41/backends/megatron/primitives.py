@@ -1,18 +1,169 @@
-"""The model's parts by role, for Megatron: which weight is split over which group, and how it enters the optimizer."""
+"""The model's parts by role, for Megatron: which weight is split over which group, and where tokens move.
+
+Names of splits: a column is split along its output (heads, inner width), a row along its input. What is in neither
+table is whole on every rank.
+"""
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor
+import math
 
-from megatron_dsv41.modules.primitives import TorchPrimitives
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from torch import Tensor, nn
+
+from megatron_dsv41.backends.megatron.layout import Cut, Layout, mark
+from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.modules.primitives import GroupedLinear, Linear, Norm, Table, TorchPrimitives
+from megatron_dsv41.ops.documents import Groups
+from megatron_dsv41.ops.registry import Ops
+from megatron_dsv41.parallel import sequence, tensor
+
+COLUMN = {"attn.wq_b", "ffn.shared_experts.w1", "ffn.shared_experts.w3", "head"}
+ROW = {"attn.wo_b", "ffn.shared_experts.w2"}
+SPLIT_AXES = {"heads", "groups"}
+# These meet tokens as they are kept between sites.
+BETWEEN_SITES = ("attn_norm", "ffn_norm", "norm", "attn_hc.", "ffn_hc.", "engram.")
 
 
 class MegatronPrimitives(TorchPrimitives):
-    """Data-parallel parts: whole weights on every rank, in the dtypes that the definition asks for."""
+    """Parts for one rank of a layout. Initial weights are drawn whole and then cut: every layout starts equal."""
+
+    def __init__(self, config: DSV41Config, ops: Ops, layout: Layout):
+        super().__init__(config, ops)
+        self.layout = layout
+
+    def local(self, axis: str, size: int) -> int:
+        """Heads and output groups are split over tp."""
+        return self.layout.tp.share(size) if axis in SPLIT_AXES else size
+
+    def linear(self, role: str, d_in: int, d_out: int, fp32: bool = False) -> nn.Module:
+        """See Primitives."""
+        part = super().linear(role, d_in, d_out, fp32)
+        assert isinstance(part, Linear)
+        self._cut(part, role, 0 if role in COLUMN else 1 if role in ROW else None)
+        return part
+
+    def grouped_linear(self, role: str, groups: int, d_in: int, d_out: int) -> nn.Module:
+        """Whole groups are split over tp."""
+        part = super().grouped_linear(role, groups, d_in, d_out)
+        assert isinstance(part, GroupedLinear)
+        part.groups = self.layout.tp.share(groups)
+        self._cut(part, role, 0)
+        return part
+
+    def norm(self, role: str, dim: int, eps: float) -> nn.Module:
+        """See Primitives."""
+        part = super().norm(role, dim, eps)
+        assert isinstance(part, Norm)
+        self._cut(part, role, None)
+        return part
+
+    def embedding(self, vocab_size: int, dim: int) -> nn.Module:
+        """Rows are split over tp; a rank gives zeros for the ids of others, to be summed by `leave_site`."""
+        part = VocabularyPart(vocab_size, dim, self.dtype, self.config.initializer_range, self.layout.tp.rank)
+        self._cut(part, "embed", 0)
+        return part
+
+    def engram_table(self, layer: int, rows: int, dim: int) -> nn.Module:
+        """Whole on every rank."""
+        part = super().engram_table(layer, rows, dim)
+        assert isinstance(part, Table)
+        self._cut(part, "engram.embed", None)
+        return part
+
+    def experts(self, config: DSV41Config) -> nn.Module:
+        """The inner width is split over the expert tensor group."""
+        part = super().experts(config)
+        for name, dim in (("w13", 2), ("w2", 2)):
+            weight = self.layout.etp.slice(getattr(part, name).data, dim).clone()
+            setattr(part, name, mark(nn.Parameter(weight), self.layout, Cut(dim, "etp")))
+        return part
+
+    def parameter(self, value: Tensor, role: str) -> nn.Parameter:
+        """Sinks come as the local heads; everything else is whole."""
+        cuts = (Cut(0, "tp"),) if role == "attn.attn_sink" else ()
+        return mark(nn.Parameter(value), self.layout, *cuts, between_sites=_between_sites(role))
+
+    def enter_site(self, x_SBD: Tensor) -> Tensor:
+        """See Primitives."""
+        return tensor.enter_site(x_SBD, self.layout.tp.group, self.layout.sequence)
+
+    def leave_site(self, y_SBD: Tensor) -> Tensor:
+        """See Primitives."""
+        return tensor.leave_site(y_SBD, self.layout.tp.group, self.layout.sequence)
+
+    def fan_out(self, x: Tensor) -> Tensor:
+        """See Primitives."""
+        return tensor.fan_out(x, self.layout.tp.group)
+
+    def sum_heads(self, x: Tensor) -> Tensor:
+        """See Primitives."""
+        return tensor.sum_parts(x, self.layout.tp.group)
+
+    def left_halo(self, x_TD: Tensor, rows: int) -> Tensor:
+        """See Primitives."""
+        return sequence.left_halo(x_TD, rows, self.layout.cp.group)
+
+    def gather_groups(self, x_CD: Tensor, groups: Groups) -> Tensor:
+        """See Primitives."""
+        gathered = sequence.gather_shards(x_CD, self.layout.cp.group)
+        return gathered if groups.slot_C is None else gathered[groups.slot_C]
+
+    def sum_sequence(self, x: Tensor) -> Tensor:
+        """See Primitives."""
+        return sequence.sum_shards(x, self.layout.cp.group)
 
     def token_losses(self, logits_SBV: Tensor, labels_BS: Tensor) -> Tensor:
-        """Cross-entropy of every position, fp32 [b, s]."""
-        labels_SB = labels_BS.transpose(0, 1)
+        """Cross-entropy of every position, fp32 [b, s]; the vocabulary may be split over tp."""
+        labels_SB = labels_BS.transpose(0, 1).contiguous()
+        if self.layout.tp.group is not None:
+            return vocab_parallel_cross_entropy(logits_SBV, labels_SB, tp_group=self.layout.tp.group).transpose(0, 1)
         losses = F.cross_entropy(logits_SBV.flatten(0, 1), labels_SB.flatten(), reduction="none")
         return losses.view(labels_SB.shape).transpose(0, 1)
+
+    def _cut(self, part: nn.Module, role: str, dim: int | None) -> None:
+        weight: Tensor = part.weight.data  # type: ignore[assignment]
+        cuts = ()
+        if dim is not None:
+            weight, cuts = self.layout.tp.slice(weight, dim).clone(), (Cut(dim, "tp"),)
+        part.weight = mark(nn.Parameter(weight), self.layout, *cuts, between_sites=_between_sites(role))
+
+
+class VocabularyPart(Table):
+    """A contiguous part of the embedding's rows; zeros for ids outside it."""
+
+    def __init__(self, rows: int, dim: int, dtype: torch.dtype, std: float, part: int):
+        super().__init__(rows, dim, dtype, std)
+        self.part = part
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [...] -> [..., dim]."""
+        rows = self.weight.shape[0]
+        local = ids - self.part * rows
+        outside = (local < 0) | (local >= rows)
+        return F.embedding(local.masked_fill(outside, 0), self.weight).masked_fill(outside[..., None], 0.0)
+
+
+def _between_sites(role: str) -> bool:
+    return any(role == name or (name.endswith(".") and role.startswith(name)) for name in BETWEEN_SITES)
+
+
+def check_divisible(config: DSV41Config, tp: int, etp: int, ep: int) -> None:
+    """ValueError for the first size that an axis does not divide, with the largest value that works."""
+    limits = {
+        "parallel.tp": (tp, {
+            "o_groups (output groups)": config.o_groups,
+            "num_attention_heads": config.num_attention_heads,
+            "moe_intermediate_size": config.moe_intermediate_size,
+            "vocab_size": config.vocab_size,
+        }),
+        "parallel.etp": (etp, {"moe_intermediate_size": config.moe_intermediate_size}),
+        "parallel.ep": (ep, {"n_routed_experts": config.n_routed_experts}),
+    }  # fmt: skip
+    for setting, (size, sizes) in limits.items():
+        for name, value in sizes.items():
+            if value % size:
+                best = math.gcd(value, size)
+                raise ValueError(f"{setting} {size} does not divide {name} {value}: set {setting}={best}")

@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_dsv41.backends.megatron.model import DSV41Model
 
 
 @torch.no_grad()
 def update_router_biases(
-    stages: Sequence[DSV41Model], speed: float, group: torch.distributed.ProcessGroup
-) -> dict[int, Tensor]:
-    """Sum each layer's load over the micro-batches of the step and over `group`, move its biases, forget the load.
+    stages: Sequence[DSV41Model], speed: float, data_group: ProcessGroup, pipeline_group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Sum each layer's load over the micro-batches of the step and over `data_group`, move its biases, forget the load.
 
     b_e += speed * sign(mean load - load_e), text and image apart; a modality without tokens moves nothing.
-    Returns layer -> load fp32 [2, E] (text, image) for the log.
+    Returns of all layers of the model, for the log: load fp32 [layers, 2, E] (text, image) and summed auxiliary losses
+    [layers, 2] (balance, index).
     """
-    loads = {}
+    model = stages[0].architecture
+    load_L2E = stages[0].expert_load.new_zeros(model.num_hidden_layers, 2, model.n_routed_experts)
+    loss_L2 = stages[0].aux_loss.new_zeros(model.num_hidden_layers, 2)
     for stage in stages:
-        if not len(stage.layers):
-            continue
-        torch.distributed.all_reduce(stage.expert_load, group=group)
-        for load_2E, (layer, block) in zip(stage.expert_load.clone(), stage.layers.items(), strict=True):
-            gate = block.ffn.gate
+        here = slice(stage.stage.start, stage.stage.stop)
+        load_L2E[here], loss_L2[here] = stage.expert_load, stage.aux_loss
+        stage.expert_load.zero_()
+        stage.aux_loss.zero_()
+    torch.distributed.all_reduce(load_L2E, group=data_group)
+    torch.distributed.all_reduce(loss_L2, group=data_group)
+    for stage in stages:
+        for layer, block in stage.layers.items():
+            gate, load_2E = block.ffn.gate, load_L2E[int(layer)]
             for bias_E, load_E in ((gate.bias, load_2E[0]), (gate.bias_vl, load_2E[1])):
                 bias_E += speed * torch.sign(load_E.mean() - load_E)
-            loads[int(layer)] = load_2E
-        stage.expert_load.zero_()
-    return loads
+    if pipeline_group.size() > 1:
+        torch.distributed.all_reduce(load_L2E, group=pipeline_group)
+        torch.distributed.all_reduce(loss_L2, group=pipeline_group)
+    return load_L2E, loss_L2
 
 
-def load_metrics(loads: dict[int, Tensor]) -> dict[str, Tensor]:
+def load_metrics(load_L2E: Tensor) -> dict[str, Tensor]:
     """Per layer: max violation (largest load over the mean, minus 1) and entropy as a share of its maximum."""
     metrics = {}
-    for layer, load_2E in loads.items():
-        load_E = load_2E.sum(0)
+    for layer, load_E in enumerate(load_L2E.sum(1)):
         share_E = load_E / load_E.sum().clamp_min(1.0)
-        entropy = -torch.xlogy(share_E, share_E).sum() / torch.log(torch.tensor(float(share_E.numel())))
+        entropy = -torch.xlogy(share_E, share_E).sum() / math.log(share_E.numel())
         metrics[f"router/max_violation/{layer}"] = share_E.max() * share_E.numel() - 1.0
         metrics[f"router/entropy/{layer}"] = entropy
     return metrics

@@ -6,13 +6,36 @@ from typing import Any
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import nn
+from torch import Tensor, nn
+
+from megatron_dsv41.backends.megatron.layout import Layout, cuts_of
 
 
-def sharded_model(module: nn.Module, prefix: str, groups: ProcessGroupCollection) -> dict[str, Any]:
+def sharded_model(module: nn.Module, prefix: str, groups: ProcessGroupCollection, layout: Layout) -> dict[str, Any]:
     """Native name -> ShardedTensor of every parameter and persistent buffer of `module`."""
-    replica = (0, groups.tp.rank(), groups.dp_cp.rank())
     return {
-        prefix + name: ShardedTensor.from_rank_offsets(prefix + name, tensor, replica_id=replica)
+        prefix + name: _sharded(prefix + name, tensor, groups, layout)
         for name, tensor in module.state_dict(keep_vars=True).items()
     }
+
+
+def _sharded(name: str, tensor: Tensor, groups: ProcessGroupCollection, layout: Layout) -> ShardedTensor:
+    cuts = cuts_of(tensor)
+    offsets = [(cut.dim, getattr(layout, cut.axis).rank, getattr(layout, cut.axis).size) for cut in cuts]
+    if is_expert(tensor):
+        replica = (0, 0, groups.expt_dp.rank())
+    else:
+        replica = (0, 0 if cuts else groups.tp.rank(), groups.dp_cp.rank())
+    return ShardedTensor.from_rank_offsets(name, tensor, *offsets, replica_id=replica)
+
+
+def is_expert(tensor: Tensor) -> bool:
+    """The parameter belongs to routed experts whose gradients are reduced over the expert data-parallel group."""
+    return not getattr(tensor, "allreduce", True)
+
+
+def local_part(tensor: Tensor, like: Tensor, layout: Layout) -> Tensor:
+    """This rank's part of a whole tensor whose parameter is `like`."""
+    for cut in cuts_of(like):
+        tensor = getattr(layout, cut.axis).slice(tensor, cut.dim)
+    return tensor

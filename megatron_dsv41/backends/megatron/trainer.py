@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,10 @@ from megatron_dsv41.backends.megatron.config import check_megatron_names, parse_
 from megatron_dsv41.backends.megatron.data import MicroBatch, StepFeed, TokenizerIdentity, build_datasets
 from megatron_dsv41.backends.megatron.faults import FaultCheck
 from megatron_dsv41.backends.megatron.initial import load_weights, open_weights
+from megatron_dsv41.backends.megatron.layout import Layout
 from megatron_dsv41.backends.megatron.model import DSV41Model
+from megatron_dsv41.backends.megatron.pipeline import Boundaries, communicator, stage_layers
+from megatron_dsv41.backends.megatron.primitives import check_divisible
 from megatron_dsv41.backends.megatron.progress import Reporter
 from megatron_dsv41.backends.megatron.router_bias import load_metrics, update_router_biases
 from megatron_dsv41.checkpoint.sources import StateSource
@@ -33,6 +37,7 @@ from megatron_dsv41.data.prepared import cache_key, prepared_paths
 from megatron_dsv41.data.token_map import load_token_map
 from megatron_dsv41.data.tokenizer import open_tokenizer
 from megatron_dsv41.experiments.flops import count_parameters
+from megatron_dsv41.layer_plan import plan_layers
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.run_config import Run
 
@@ -70,12 +75,16 @@ class Trainer:
         config.finalize_model_grads_func = self.finalize
         config.experimental_attention_variant_loss_scale_func = AuxLoss.set_scale
         self.model_config = DSV41ModelConfig(
-            transformer=config, token_map=corpus.token_map, vocab_size=self.architecture.vocab_size
+            transformer=config,
+            token_map=corpus.token_map,
+            boundaries=boundaries_of(run),
+            vocab_size=self.architecture.vocab_size,
         )
         if checked.weights is not None:
             weights = checked.weights
             self.model_config.pre_wrap_hooks.append(lambda stages: load_weights(stages, weights))
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.layout = Layout.of(self.groups, run.parallel.sp)
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         self.reporter = Reporter(run, resume_step or 0, reports=rank == world - 1)
         self.faults = FaultCheck(run.checkpoint.folder)
@@ -88,7 +97,7 @@ class Trainer:
         hooks = {
             "initialize_megatron": lambda stock, **kw: stock(**kw, allow_no_cuda=not torch.cuda.is_available()),
             "num_floating_point_operations": lambda stock, *a, **kw: 0.0,
-            "get_megatron_optimizer_config": lambda stock, a: (stock(a)[0], optimizer.group_overrides()),
+            "get_megatron_optimizer_config": lambda stock, a: (stock(a)[0], optimizer.group_overrides(self.run)),
             "training_log": self.training_log,
             "evaluate": self.evaluate,
             "save_checkpoint": self.save_checkpoint,
@@ -99,10 +108,11 @@ class Trainer:
             with patches.hooked(hooks):
                 pretrain(
                     pretrain_cfg_container_from_args(self.arguments, self.model_config),
-                    self.feeds,
+                    self._provider(),
                     ModelType.encoder_or_decoder,
                     self.forward_step,
                     skip_model_parallel_init=True,
+                    **self._pipeline(),
                 )
             status = 0
         except SystemExit as stop:  # how pretrain() ends after SIGTERM
@@ -129,7 +139,20 @@ class Trainer:
             None,
         )
 
-    feeds_are_distributed = True
+    def _provider(self) -> Any:
+        """`feeds`, marked as one that every rank calls: all stages need token ids."""
+        provider = functools.partial(self.feeds)
+        provider.is_distributed = True  # type: ignore[attr-defined]
+        return provider
+
+    def _pipeline(self) -> dict[str, Any]:
+        """What `pretrain` passes to pipeline schedules."""
+        if self.run.parallel.pp == 1:
+            return {}
+        batch, seq = self.run.batch.micro, self.run.data.seq_length
+        config = self.model_config
+        link = communicator(config.boundaries, self.groups.pp, config.transformer, batch, seq)
+        return {"p2p_communicator": link, "pg_collection": self.groups}
 
     def _feed(
         self, dataset: Any, num_micro_batches: Callable[[], int], start: int = 0, period: int | None = None
@@ -163,11 +186,12 @@ class Trainer:
 
         Megatron averages over micro-batches and data-parallel ranks, so the share of one is multiplied by both.
         """
-        total = (losses_BS * batch.weight_BS).sum()
+        weight_BS = self.layout.context_slice(batch.weight_BS)
+        total = (losses_BS * weight_BS).sum()
         if training:
             self.faults.add(total, batch.index)
         copies = get_num_microbatches() * self.groups.dp.size()
-        report = torch.stack([total.detach(), batch.weight_BS.sum()])
+        report = torch.stack([total.detach(), weight_BS.sum()])
         return total * (copies / batch.step_weight.clamp_min(1.0)), {"lm loss": report}
 
     def finalize(self, model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
@@ -175,8 +199,15 @@ class Trainer:
         finalize_model_grads(model, num_tokens, **kwargs)
         self.faults.check(self.arguments.curr_iteration + 1, model)
         stages: list[DSV41Model] = unwrap_model(model)
-        loads = update_router_biases(stages, self.run.phase.router_bias_speed, self.groups.dp_cp)
-        self.step_metrics = load_metrics(loads)
+        speed = self.run.phase.router_bias_speed
+        load_L2E, loss_L2 = update_router_biases(stages, speed, self.groups.dp_cp, self.groups.pp)
+        self.step_metrics = load_metrics(load_L2E)
+        # Context shards contribute parts of one value, data-parallel ranks and micro-batches values of their own.
+        balance, index = (loss_L2 / (get_num_microbatches() * self.groups.dp.size())).unbind(1)
+        self.step_metrics["balance_loss"] = balance.sum()
+        if self.run.phase.index_loss != "off":
+            selecting = [plan.layer for plan in plan_layers(self.architecture) if plan.owns_selection]
+            self.step_metrics |= {f"index_kl/{layer}": index[layer] for layer in selecting}
 
     # --- report -------------------------------------------------------------------------------------------------
 
@@ -277,12 +308,40 @@ def _open_run(run: Run) -> int | None:
 
 def refuse_unsupported(run: Run) -> None:
     """ValueError for every layout that this backend cannot compute, with the setting, its limit and the fix."""
-    for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"):
-        size = getattr(run.parallel, axis)
-        if size > 1:
-            raise ValueError(
-                f"parallel.{axis} {size} is not supported: only data parallelism is, set parallel.{axis}=1"
-            )
+    parallel, config = run.parallel, run.architecture()
+    check_divisible(config, parallel.tp, parallel.expert_tp, parallel.ep)
+    stage_layers(config, parallel)
+    shards = parallel.cp * (parallel.tp if parallel.sp else 1)
+    if run.data.seq_length % shards:
+        raise ValueError(
+            f"data.seq_length {run.data.seq_length} is not a multiple of the {shards} pieces that parallel.cp and "
+            f"parallel.sp cut it into"
+        )
+    halo = config.sliding_window - 1
+    if parallel.cp > 1 and run.data.seq_length // parallel.cp < halo:
+        raise ValueError(
+            f"parallel.cp {parallel.cp} leaves {run.data.seq_length // parallel.cp} tokens per rank, the window's halo "
+            f"of {halo} must come from one neighbour: set parallel.cp to at most {run.data.seq_length // halo}"
+        )
+    if parallel.cp > 1 and run.batch.micro > 1:
+        raise ValueError(f"parallel.cp {parallel.cp} needs batch.micro=1, got {run.batch.micro}")
+    if parallel.vpp > 1 and parallel.pp == 1:
+        raise ValueError("parallel.vpp interleaves the stages of several pipeline ranks: it needs parallel.pp > 1")
+    if parallel.ep > 1:
+        raise ValueError(f"parallel.ep {parallel.ep} is not supported: set parallel.ep=1")
+
+
+def boundaries_of(run: Run) -> Boundaries:
+    """Stages of a run and what crosses between them."""
+    parallel, config = run.parallel, run.architecture()
+    return Boundaries(
+        config=config,
+        phase=run.phase,
+        stages=tuple(stage_layers(config, parallel)),
+        one_length=parallel.vpp > 1,
+        context_shards=parallel.cp,
+        stream_shards=parallel.tp if parallel.sp else 1,
+    )
 
 
 def open_corpus(run: Run) -> Corpus:

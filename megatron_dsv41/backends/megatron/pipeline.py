@@ -1,0 +1,163 @@
+"""Pipeline stages: their layers, what crosses each cut, and the communicator that carries it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.layer_plan import plan_layers
+from megatron_dsv41.parallel.boundary import BoundaryCodec, boundary_fields
+from megatron_dsv41.parallel.stages import even_stages, parse_layout
+from megatron_dsv41.phase import Phase
+from megatron_dsv41.run_config import Parallel
+
+
+def stage_layers(config: DSV41Config, parallel: Parallel) -> list[range]:
+    """Layers of every stage in pipeline order: stage = chunk * pp + pipeline rank."""
+    stages = parallel.pp * parallel.vpp
+    if parallel.layout is not None:
+        return parse_layout(parallel.layout, config.num_hidden_layers, stages)
+    return even_stages(config.num_hidden_layers, stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundaries:
+    """Codecs of all cuts of a pipeline. Interleaved schedules know one length for all hops: the longest."""
+
+    config: DSV41Config
+    phase: Phase
+    stages: tuple[range, ...]
+    one_length: bool
+    context_shards: int
+    stream_shards: int
+
+    def codec(self, boundary: int, batch: int, seq: int) -> BoundaryCodec:
+        """The codec of the cut before layer `boundary` for micro-batches of `batch` whole sequences of `seq` tokens."""
+        padded = None
+        if self.one_length:
+            padded = max(self._codec(stage.start, batch, seq).numel for stage in self.stages[1:])
+        return self._codec(boundary, batch, seq, padded)
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019  (one instance per model, as long-lived as the process)
+    def _codec(self, boundary: int, batch: int, seq: int, padded: int | None = None) -> BoundaryCodec:
+        dtype = getattr(torch, self.config.dtype)
+        fields = boundary_fields(
+            self.config,
+            plan_layers(self.config),
+            boundary,
+            batch=batch,
+            stream_seq=seq // self.context_shards // self.stream_shards,
+            state_seq=seq // self.context_shards,
+            total_seq=seq,
+            dtype=dtype,
+            index_gradient=self.phase.index_loss != "off",
+        )
+        return BoundaryCodec(fields, dtype, padded)
+
+    def __hash__(self) -> int:
+        return hash((id(self.config), self.stages, self.one_length, self.context_shards, self.stream_shards))
+
+
+class BoundaryCommunicator(P2PCommunicator):
+    """Stock communicator whose buffers have the size of our payloads; 1F1B.
+
+    Gradients travel without the part that is zero by construction.
+    """
+
+    def __init__(self, group: ProcessGroup, config: Any, before: BoundaryCodec | None, after: BoundaryCodec | None):
+        super().__init__(group, config)
+        self.before, self.after = before, after
+
+    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
+        """A packed boundary from the previous stage."""
+        return super().recv_forward(self._shapes(self.before, "numel"), is_first_stage)
+
+    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
+        """The gradient of what this stage sent on."""
+        return self._received(super().recv_backward(self._shapes(self.after, "grad_numel"), is_last_stage))
+
+    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
+        """The gradient of what this stage received."""
+        super().send_backward(self._to_send(input_tensor_grads), is_first_stage)
+
+    def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
+        """See the two."""
+        shapes = self._shapes(self.after, "grad_numel")
+        return self._received(super().send_forward_recv_backward(output_tensors, shapes, is_last_stage))
+
+    def send_backward_recv_forward(self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool) -> Any:
+        """See the two."""
+        shapes = self._shapes(self.before, "numel")
+        return super().send_backward_recv_forward(self._to_send(input_tensor_grads), shapes, is_first_stage)
+
+    @staticmethod
+    def _shapes(codec: BoundaryCodec | None, length: str) -> list[tuple[int]]:
+        return [(getattr(codec, length) if codec else 0,)]
+
+    def _to_send(self, gradients: Any) -> Any:
+        if self.before is None:
+            return gradients
+        gradients = gradients if isinstance(gradients, list) else [gradients]
+        return [None if g is None else self.before.gradient_to_wire(g) for g in gradients]
+
+    def _received(self, gradients: Any) -> Any:
+        if self.after is None:
+            return gradients
+        return [None if g is None else self.after.gradient_from_wire(g) for g in gradients]
+
+
+class InterleavedCommunicator(P2PCommunicator):
+    """Stock communicator with one buffer size for every hop, for interleaved schedules."""
+
+    def __init__(self, group: ProcessGroup, config: Any, numel: int):
+        super().__init__(group, config)
+        self.numel = numel
+
+    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
+        """A packed boundary from the previous stage."""
+        return super().recv_forward((self.numel,), is_first_stage)
+
+    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
+        """The gradient of what this stage sent on."""
+        return super().recv_backward((self.numel,), is_last_stage)
+
+    def send_forward_recv_forward(
+        self, output_tensor: Tensor, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
+    ) -> Any:
+        """See the two."""
+        return super().send_forward_recv_forward(output_tensor, recv_prev, (self.numel,), overlap_p2p_comm)
+
+    def send_backward_recv_backward(
+        self, input_tensor_grad: Tensor, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
+    ) -> Any:
+        """See the two."""
+        return super().send_backward_recv_backward(input_tensor_grad, recv_next, (self.numel,), overlap_p2p_comm)
+
+    def send_forward_backward_recv_forward_backward(
+        self, output_tensor: Tensor, input_tensor_grad: Tensor, recv_prev: bool, recv_next: bool, tensor_shape: Any
+    ) -> Any:
+        """All four."""
+        return super().send_forward_backward_recv_forward_backward(
+            output_tensor, input_tensor_grad, recv_prev, recv_next, (self.numel,)
+        )
+
+
+def communicator(
+    boundaries: Boundaries, group: ProcessGroup, config: Any, batch: int, seq: int
+) -> BoundaryCommunicator | InterleavedCommunicator:
+    """The communicator of this rank for micro-batches of `batch` sequences of `seq` tokens."""
+    stages: Sequence[range] = boundaries.stages
+    if boundaries.one_length:
+        return InterleavedCommunicator(group, config, boundaries.codec(stages[1].start, batch, seq).numel)
+    rank, size = group.rank(), group.size()
+    before = boundaries.codec(stages[rank].start, batch, seq) if rank else None
+    after = boundaries.codec(stages[rank + 1].start, batch, seq) if rank + 1 < size else None
+    return BoundaryCommunicator(group, config, before, after)
