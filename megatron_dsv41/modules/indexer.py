@@ -18,7 +18,7 @@ class Indexer(nn.Module):
     """Query side (`wq_b`, `weights_proj`) of Full and Reindex layers; key side (`wk`, `k_norm`) of Full layers only.
 
     Everything that enters is detached: only the index loss trains these parameters. While it is off no graph is built
-    and they get no gradient.
+    and they are frozen.
     """
 
     def __init__(self, config: DSV41Config, plan: LayerPlan, phase: Phase, primitives: Primitives, ops: Ops):
@@ -30,6 +30,8 @@ class Indexer(nn.Module):
         if plan.owns_kv:
             self.wk = primitives.linear("attn.indexer.wk", config.head_dim, dim)
             self.k_norm = primitives.norm("attn.indexer.k_norm", dim, config.rms_norm_eps)
+        if not self.trained:  # else weight decay would wear them away without any gradient
+            self.requires_grad_(False)
 
     @property
     def trained(self) -> bool:
