@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,14 +30,14 @@ def device_ms(*calls: Callable[[], object], repeats: int = 7, span_ms: float = 2
     """
     if not torch.cuda.is_available():
         raise ValueError("device_ms times CUDA work: there is no CUDA device")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    side = _stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(side):
         for call in calls * 2:  # compiles, autotunes and fills the allocator before the capture
             call()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         for call in calls:
             call()
     replays = max(1, int(span_ms / max(_elapsed(graph, 2) / 2, 1e-3)))
@@ -54,14 +55,24 @@ def _elapsed(graph: torch.cuda.CUDAGraph, replays: int) -> float:
     return begin.elapsed_time(end)
 
 
-def backward_call(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Callable[[], Any]:
-    """A call of the backward alone, for `device_ms`: the outputs' graph is kept, gradients are not accumulated."""
+def backward_call(forward: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> Callable[[], Any]:
+    """A call of the backward alone, for `device_ms`, with fixed random output gradients. The forward runs once, here."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(_stream()):  # autograd runs a backward on its forward's stream: it must be the captured one
+        outputs = [out for out in forward() if out.requires_grad]
+        grads = [torch.randn_like(out) for out in outputs]
+    torch.cuda.synchronize()
     return lambda: torch.autograd.grad(outputs, inputs, grads, retain_graph=True, allow_unused=True)
+
+
+@functools.cache
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
     """||value - exact|| / ||exact|| in fp64; inf where `value` is not finite."""
-    value, exact = value.double(), exact.double()
+    value, exact = value.detach().double(), exact.detach().double()
     if not bool(value.isfinite().all()):
         return float("inf")
     return float((value - exact).norm() / exact.norm().clamp_min(1e-300))
