@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_dsv41.checkpoint.export_plan import SHARD_BYTES, ExportPlan, ExportStorage, Origin, ShardPlan
 from megatron_dsv41.checkpoint.inventory import check_native, refuse
-from megatron_dsv41.checkpoint.jobs import Job, Unit, require_free_target, run_job
+from megatron_dsv41.checkpoint.jobs import Job, Unit, batched, require_free_target, run_job
 from megatron_dsv41.checkpoint.mapping import Binding, bind, is_carried
 from megatron_dsv41.checkpoint.pieces import (
     Effort,
@@ -98,7 +98,7 @@ def import_checkpoint(
     job = Job(
         target=dst,
         writer=lambda work: ShardWriter(work, shards),
-        units=units,
+        units=list(batched(units)),
         finish=finish,
         identity=["import", fingerprint(folder), storage, hash_digest, config.to_hf()],
         title="import",
@@ -150,7 +150,7 @@ def export_checkpoint(
     job = Job(
         target=dst,
         writer=lambda work: ShardWriter(work, files),
-        units=units,
+        units=list(batched(units)),
         finish=finish,
         identity=plan.identity() and [plan.identity(), [[shard.file, len(shard.tensors)] for shard in files]],
         title="export",

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -153,13 +154,16 @@ class SafetensorsFolder:
     """A checkpoint folder: one `model.safetensors`, or shards listed by the index, which is the authority.
 
     With `partial`, shards that are not there are allowed (`missing_files`, `missing_names` say what lacks);
-    otherwise they are a ValueError. Reads are thread-safe, open the file for each call and load only the rows asked.
+    otherwise they are a ValueError. Reads are thread-safe and load only the rows asked; files stay open between them.
     """
 
     def __init__(self, path: str | Path, *, partial: bool = False):
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is not a checkpoint folder: no such directory")
+        self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._files)
         self.index_text: str | None = None
         self.headers: dict[str, Header] = {}
         self.missing_files: tuple[str, ...] = ()
@@ -243,13 +247,24 @@ class SafetensorsFolder:
         """`count` bytes of a tensor from its byte `start`, uint8 [count]."""
         data = torch.empty(count, dtype=torch.uint8)
         view, done = memoryview(data.numpy()), 0
-        with (self.path / info.file).open("rb", buffering=0) as file:
-            while done < count:
-                got = os.preadv(file.fileno(), [view[done:]], info.offset + start + done)
-                if got == 0:
-                    raise ValueError(f"{self.path / info.file}: truncated inside tensor {info.name}")
-                done += got
+        file = self._open(info.file)
+        while done < count:
+            got = os.preadv(file, [view[done:]], info.offset + start + done)
+            if got == 0:
+                raise ValueError(f"{self.path / info.file}: truncated inside tensor {info.name}")
+            done += got
         return data
+
+    def _open(self, file: str) -> int:
+        with self._lock:
+            if file not in self._files:
+                self._files[file] = os.open(self.path / file, os.O_RDONLY)
+            return self._files[file]
+
+
+def _close_all(files: dict[str, int]) -> None:
+    for descriptor in files.values():
+        os.close(descriptor)
 
 
 def shards_by_size(specs: Iterable[TensorSpec], max_bytes: int) -> list[Shard]:

@@ -152,27 +152,31 @@ def encode(
     rows, columns = x.shape
     shape = (rows, columns)
     form.data_shape(shape)
+    if kept is not None and tuple(kept.shape) != form.scale_shape(shape):
+        raise ValueError(f"kept scales have shape {list(kept.shape)}, expected {list(form.scale_shape(shape))}")
     tiles = _tiles(x.to(torch.float32), form.block)
-    amax = tiles.abs().amax((1, 3)) if x.numel() else tiles.new_zeros(form.scale_shape(shape))
-    if not bool(amax.isfinite().all()):
+    if not bool(tiles.isfinite().all()):
         raise ValueError("cannot quantize a matrix with non-finite values")
-    bytes_ = _rule(amax, form)
-    if kept is not None:
-        if tuple(kept.shape) != form.scale_shape(shape):
-            raise ValueError(
-                f"kept scales have shape {list(kept.shape)}, expected {list(form.scale_shape(shape))}"
-            )
-        kept_bytes = scale_bytes(kept)
-        held = _values(_round(tiles, kept_bytes, form), kept_bytes, form)
-        unchanged = (held.view(torch.int32) == tiles.view(torch.int32)).all(3).all(1)
-        bytes_ = torch.where(unchanged, kept_bytes, bytes_)
-    codes = _round(tiles, bytes_, form).flatten(2, 3).flatten(0, 1)[:rows, :columns]
-    data = (
-        codes.contiguous()
-        if form.element == "e4m3"
-        else (codes[:, 0::2] | codes[:, 1::2] << 4).view(torch.int8)
-    )
+    codes, bytes_ = _quantize(tiles, form) if kept is None else _requantize(tiles, form, scale_bytes(kept))
+    codes = codes.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous()
+    data = codes if form.element == "e4m3" else (codes[:, 0::2] | codes[:, 1::2] << 4).view(torch.int8)
     return Quantized(data, scale_as(bytes_, scale_dtype), form.block, form.element)
+
+
+def _quantize(tiles: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    """Codes and scale bytes by the rule."""
+    bytes_ = _rule(tiles, form)
+    return _round(tiles, bytes_, form), bytes_
+
+
+def _requantize(tiles: Tensor, form: Format, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scale bytes: the kept ones where they hold the values bit for bit, the rule elsewhere."""
+    codes = _round(tiles, kept, form)
+    unchanged = (_values(codes, kept, form).view(torch.int32) == tiles.view(torch.int32)).all(3).all(1)
+    if bool(unchanged.all()):
+        return codes, kept
+    bytes_ = torch.where(unchanged, kept, _rule(tiles, form))
+    return _round(tiles, bytes_, form), bytes_
 
 
 def _bytes_of_powers(scale: Tensor) -> Tensor:
@@ -189,8 +193,11 @@ def _bytes_of_powers(scale: Tensor) -> Tensor:
     return torch.where(nan, E8M0_NAN, bytes_).to(torch.uint8)
 
 
-def _rule(amax: Tensor, form: Format) -> Tensor:
+def _rule(tiles: Tensor, form: Format) -> Tensor:
     """E8M0 bytes of 2^ceil(log2(amax / largest)), from the bit pattern of amax times the fp32 reciprocal."""
+    if not tiles.numel():
+        return torch.empty(tiles.shape[0], tiles.shape[2], dtype=torch.uint8)
+    amax = tiles.abs().amax((1, 3))
     bits = (amax * torch.tensor(1 / form.largest, dtype=torch.float32)).view(torch.int32)
     bytes_ = (bits >> 23) + (bits & 0x7FFFFF != 0).to(torch.int32)
     return torch.where(amax == 0, E8M0_BIAS, bytes_).to(torch.uint8)
