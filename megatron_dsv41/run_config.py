@@ -19,6 +19,7 @@ import yaml
 
 from megatron_dsv41 import presets
 from megatron_dsv41.config import DSV41Config, nearest
+from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.phase import Phase
 
 
@@ -111,29 +112,6 @@ class Batch:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"batch.{key} must be positive, got {value}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """The update rule."""
-
-    name: Literal["adamw"] = "adamw"
-    lr: float = 2.6e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-20
-    weight_decay: float = 0.1
-    clip: float = 1.0  # global gradient norm; 0: no clipping
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"optimizer.lr must be positive, got {self.lr}")
-        for key in ("beta1", "beta2"):
-            if not 0 <= getattr(self, key) < 1:
-                raise ValueError(f"optimizer.{key} must be in [0, 1), got {getattr(self, key)}")
-        for key in ("eps", "weight_decay", "clip"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"optimizer.{key} must not be negative, got {getattr(self, key)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ def sinkhorn_balance(
     Rows whose norm is at most `threshold` times the mean over all rows become zero. Then steps 1, 3, .. divide each row
     by (its norm + eps), steps 2, 4, .. each column. Only scale vectors change from step to step, not the matrix.
 
-    Rows may be sharded: `update` then holds some of the `total_rows` rows, and `reduce` adds a tensor up over the shards
-    (column norms and the mean row norm need it; one small reduction per even step).
+    Rows may be sharded: `update` then holds some of the `total_rows` rows, and `reduce` adds a tensor up over the
+    shards (column norms and the mean row norm need it; one small reduction per even step).
     """
     wide = torch.promote_types(update.dtype, torch.float32)
     update = update.to(wide)
