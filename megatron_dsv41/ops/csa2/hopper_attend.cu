@@ -11,10 +11,11 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
-constexpr int DIM = 512, ROWS = 64, THREADS = 256;
+constexpr int DIM = 512, ROWS = 64, THREADS = 256, FORWARD_THREADS = 384;
 constexpr int COLUMN_BLOCK = ROWS * 128;    // bytes of 64 rows x 64 channels
 constexpr int TILE = ROWS * DIM * 2;        // bytes of 64 rows x 512 channels
 constexpr int MAX_SLOTS = 1024;
+constexpr int KEPT = 28;                    // steps of 16 channels of q that the forward keeps in registers
 constexpr float LOG2E = 1.4426950408889634f;
 #define INFINITE __int_as_float(0x7f800000)
 
@@ -50,6 +51,37 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {
 __device__ __forceinline__ void prefetch_l2(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(from), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void barrier_init(u64* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(barrier)) : "memory");
+}
+// Arrives when this thread's copies so far have landed.
+__device__ __forceinline__ void barrier_arrive_copies(u64* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u64* barrier, int parity) {
+    u32 done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(shared_address(barrier)), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+template <int BARRIER, int COUNT> __device__ __forceinline__ void meet() {  // of COUNT threads
+    asm volatile("bar.sync %0, %1;\n" ::"n"(BARRIER), "n"(COUNT) : "memory");
+}
+template <int COUNT> __device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(COUNT));
+}
 __device__ __forceinline__ void add4(float* to, float a, float b, float c, float d) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
                  : "memory");
@@ -76,18 +108,6 @@ __device__ __forceinline__ float dot2(u32 a, u32 b) {
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 
 template <int TRANSPOSE_A, int TRANSPOSE_B>
-__device__ __forceinline__ void mma32(float (&d)[16], u64 a, u64 b, int add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-        "}, %16, %17, p, 1, 1, %19, %20;\n}\n"
-        :
-          D4(0), D4(4), D4(8), D4(12)
-        : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
-}
-
-template <int TRANSPOSE_A, int TRANSPOSE_B>
 __device__ __forceinline__ void mma64(float (&d)[32], u64 a, u64 b, int add) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
@@ -100,6 +120,19 @@ __device__ __forceinline__ void mma64(float (&d)[32], u64 a, u64 b, int add) {
         : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
 }
 
+// The same with A in registers: rows of one warpgroup, 16 channels.
+template <int TRANSPOSE_B>
+__device__ __forceinline__ void mma64_registers(float (&d)[32], const u32* a, u64 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,"
+        "%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}\n"
+        :
+          D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSE_B));
+}
 template <int TRANSPOSE_A, int TRANSPOSE_B>
 __device__ __forceinline__ void mma256(float (&d)[128], u64 a, u64 b, int add) {
     asm volatile(
@@ -140,12 +173,13 @@ extern "C" __global__ void pack_rows(const u16* window, const u16* keys, u16* ta
 }
 
 // Table rows behind the token's slots, -1 = none, padded to whole blocks. Returns how many blocks hold a used slot.
-// Window slots come first, oldest first. `scratch` holds 8 words. Ends with the CTA in step.
+// Window slots come first, oldest first. `scratch` holds a word per warp. Ends with the CTA in step.
+template <int COUNT>
 __device__ __forceinline__ int list_slots(int* ids, int* scratch, const int* topk, long long first, long long start,
                                           int window, int num_topk, int num_window) {
     const int tid = threadIdx.x, slots = window + num_topk;
     int used = 0;
-    for (int slot = tid; slot < ((slots + ROWS - 1) / ROWS + 1) * ROWS; slot += THREADS) {
+    for (int slot = tid; slot < ((slots + ROWS - 1) / ROWS + 1) * ROWS; slot += COUNT) {
         int id = -1;
         if (slot < window) {
             if (first + slot >= start) id = (int)(first + slot);
@@ -159,19 +193,18 @@ __device__ __forceinline__ int list_slots(int* ids, int* scratch, const int* top
     used = __reduce_max_sync(0xffffffffu, used);
     if (tid % 32 == 0) scratch[tid / 32] = used;
     __syncthreads();
-    for (int warp = 0; warp < THREADS / 32; ++warp) used = max(used, scratch[warp]);
+    for (int warp = 0; warp < COUNT / 32; ++warp) used = max(used, scratch[warp]);
     return (used + ROWS - 1) / ROWS;
 }
 
-// Starts copying the 64 table rows `ids` into a tile; unused slots become 0.
-__device__ __forceinline__ void gather(u32 tile, const u16* table, const int* ids) {
-    const int tid = threadIdx.x, chunk = tid % 64;
+// 256 threads start copying the 64 table rows `ids` into a tile; unused slots become 0.
+__device__ __forceinline__ void gather(u32 tile, const u16* table, const int* ids, int tid) {
+    const int chunk = tid % 64;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         const int row = i * 4 + tid / 64, id = ids[row];
         copy16(tile + swizzled(row, chunk), table + (long long)max(id, 0) * DIM + chunk * 8, id >= 0 ? 16 : 0);
     }
-    copy_commit();
 }
 
 // Loads the token's heads [num_heads, 512] into a tile, packed; rows past num_heads are 0.
@@ -192,145 +225,184 @@ __device__ __forceinline__ void load_heads(unsigned char* tile, const u16* from,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// Warpgroup 0 keeps q in registers (the last 64 channels in shared memory) and turns blocks of 64 slots into probabilities; warpgroups 1 and 2 gather the keys,
+// three blocks ahead, and each sums half of the output's channels. The running maximum moves only by more than 2^8, so
+// the sums are rarely rescaled.
+extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, 1)
 attend_forward(const u16* q, const u16* table, const int* topk, const float* sink, const long long* start, u16* out,
                float* lse, int num_tokens, int num_heads, int window, int num_topk, int offset, int num_window,
                double scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    unsigned char *q_tile = memory, *k_tile = memory + TILE, *p_tile = memory + 3 * TILE;
-    int* ids = reinterpret_cast<int*>(p_tile + COLUMN_BLOCK);
-    float* tops = reinterpret_cast<float*>(ids + MAX_SLOTS + ROWS);  // [2][64]: each warpgroup's row maxima
-    int* scratch = reinterpret_cast<int*>(tops + 2 * ROWS);
+    unsigned char *k_tiles = memory, *p_tiles = memory + 3 * TILE, *q_tail = p_tiles + 2 * COLUMN_BLOCK;
+    float* shrinks = reinterpret_cast<float*>(q_tail + COLUMN_BLOCK);        // [2][64], by block parity
+    int* shrunk = reinterpret_cast<int*>(shrinks + 2 * ROWS);               // [2][4 warps]
+    float* inverses = reinterpret_cast<float*>(shrunk + 8);                 // [64]
+    u64* keys_ready = reinterpret_cast<u64*>(inverses + ROWS);              // [3]
+    u64 *p_ready = keys_ready + 3, *p_free = keys_ready + 5;                // [2], [2]
+    int* scratch = reinterpret_cast<int*>(keys_ready + 7);
+    int* ids = scratch + 14;
     const int tid = threadIdx.x, lane = tid % 32, quad = lane % 4;
     const int group = __shfl_sync(0xffffffffu, tid / 128, 0);  // uniform, so descriptors live in uniform registers
-    const int row = (tid % 128) / 32 * 16 + lane / 4;  // and row + 8
+    const int warp = __shfl_sync(0xffffffffu, tid % 128 / 32, 0);
+    const int row = warp * 16 + lane / 4;  // and row + 8
     const long long token = blockIdx.x;
-    const float scale_log2 = (float)scale * LOG2E;
 
-    const int blocks = list_slots(ids, scratch, topk + token * num_topk, token + offset - (window - 1), start[token],
-                                  window, num_topk, num_window);
-    if (blocks > 0) gather(shared_address(k_tile), table, ids);
-    if (blocks > 1) gather(shared_address(k_tile) + TILE, table, ids + ROWS);
-    load_heads(q_tile, q + token * num_heads * DIM, num_heads);
-    if (tid == 0 && token + 132 < num_tokens) prefetch_l2(q + (token + 132) * num_heads * DIM, num_heads * DIM * 2);
-
-    // The sink is the first logit of the online softmax; it has no value. A sink of -inf is no logit at all.
-    float top[2], sum[2], o[128];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const float logit = row + 8 * i < num_heads ? sink[row + 8 * i] * LOG2E : 0.0f;
-        top[i] = fmaxf(logit, -1e30f);
-        sum[i] = group == 0 && quad == 0 ? exp2_fast(logit - top[i]) : 0.0f;
+    if (tid == 0) {
+        for (int i = 0; i < 3; ++i) barrier_init(keys_ready + i, 256);
+        for (int i = 0; i < 2; ++i) barrier_init(p_ready + i, 128);
+        for (int i = 0; i < 2; ++i) barrier_init(p_free + i, 256);
     }
+    const int blocks = list_slots<FORWARD_THREADS>(ids, scratch, topk + token * num_topk, token + offset - (window - 1),
+                                                   start[token], window, num_topk, num_window);
+    if (group == 0) {
+        more_registers<184>();
+        const float scale_log2 = (float)scale * LOG2E;
+        u32 q_rows[KEPT * 4];
 #pragma unroll
-    for (int i = 0; i < 128; ++i) o[i] = 0.0f;
-
-    const u32 q_at = shared_address(q_tile), p_at = shared_address(p_tile);
-    auto scores = [&](float (&s)[16], int block) {  // q . k for this warpgroup's 32 of the block's 64 slots
-        const u64 a = descriptor(q_at, 16);
-        const u64 b = descriptor(shared_address(k_tile) + (block & 1) * TILE + group * 32 * 128, 16);
-        mma_fence();
-#pragma unroll
-        for (int k = 0; k < DIM / 16; ++k) mma32<0, 0>(s, a + channels(k), b + channels(k), k > 0);
-        mma_commit();
-    };
-    if (blocks > 1) copy_wait<1>(); else copy_wait<0>();
-    fence_async();
-    __syncthreads();
-    float s[16];
-    if (blocks > 0) scores(s, 0);
-    mma_wait<0>();
-    for (int block = 0; block < blocks; ++block) {
-        const u32 k_at = shared_address(k_tile) + (block & 1) * TILE;
-        float best[2] = {-INFINITE, -INFINITE};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int2 id = *reinterpret_cast<const int2*>(ids + block * ROWS + group * 32 + j * 8 + quad * 2);
+        for (int k = 0; k < DIM / 16; ++k) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                s[j * 4 + i * 2] = id.x >= 0 ? s[j * 4 + i * 2] * scale_log2 : -INFINITE;
-                s[j * 4 + i * 2 + 1] = id.y >= 0 ? s[j * 4 + i * 2 + 1] * scale_log2 : -INFINITE;
-                best[i] = fmaxf(best[i], fmaxf(s[j * 4 + i * 2], s[j * 4 + i * 2 + 1]));
+                uint2 words = make_uint2(0, 0);
+                if (row + 8 * i < num_heads)
+                    words = *reinterpret_cast<const uint2*>(q + (token * num_heads + row + 8 * i) * DIM + k * 16 + quad * 4);
+                if (k < KEPT) {
+                    q_rows[k * 4 + i] = words.x;
+                    q_rows[k * 4 + 2 + i] = words.y;
+                } else {
+                    unsigned char* to = q_tail + quad * 4;
+                    *reinterpret_cast<u32*>(to + swizzled(row + 8 * i, (k - KEPT) * 2)) = words.x;
+                    *reinterpret_cast<u32*>(to + swizzled(row + 8 * i, (k - KEPT) * 2 + 1)) = words.y;
+                }
             }
         }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            best[i] = fmaxf(best[i], __shfl_xor_sync(0xffffffffu, best[i], 1));
-            best[i] = fmaxf(best[i], __shfl_xor_sync(0xffffffffu, best[i], 2));
-            if (quad == 0) tops[group * ROWS + row + 8 * i] = best[i];
-        }
-        __syncthreads();
-        float shrink[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float old = top[i];
-            top[i] = fmaxf(fmaxf(old, best[i]), tops[(1 - group) * ROWS + row + 8 * i]);
-            shrink[i] = exp2_fast(old - top[i]);
-            sum[i] *= shrink[i];
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float a = exp2_fast(s[j * 4 + i * 2] - top[i]), b = exp2_fast(s[j * 4 + i * 2 + 1] - top[i]);
-                sum[i] += a + b;
-                const int r = row + 8 * i;
-                *reinterpret_cast<u32*>(p_tile + swizzled(r, group * 4 + j) + quad * 4) = pack(a, b);
-            }
-        }
-        if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
-#pragma unroll
-            for (int i = 0; i < 128; ++i) o[i] *= shrink[i / 2 % 2];
-        }
-        const u64 weights = descriptor(p_at, 16), keys = descriptor(k_at + group * 4 * COLUMN_BLOCK, COLUMN_BLOCK);
         fence_async();
-        __syncthreads();
-        mma_fence();
+        meet<3, 128>();
+        const u64 tail = descriptor(shared_address(q_tail), 16);
+        if (tid == 0 && token + 132 < num_tokens) prefetch_l2(q + (token + 132) * num_heads * DIM, num_heads * DIM * 2);
+        // The sink is the first logit of the online softmax; it has no value. A sink of -inf is no logit at all.
+        float top[2], sum[2];
 #pragma unroll
-        for (int k = 0; k < ROWS / 16; ++k) mma256<0, 1>(o, weights + channels(k), keys + rows(k), 1);
-        mma_commit();
-        if (block + 1 < blocks) {
-            float next[16];
-            copy_wait<0>();
-            fence_async();
-            __syncthreads();
-            scores(next, block + 1);
-            mma_wait<1>();
-            if (block + 2 < blocks) {
-                __syncthreads();  // both warpgroups are done with this block's keys
-                gather(k_at, table, ids + (block + 2) * ROWS);
-            }
-            mma_wait<0>();
-#pragma unroll
-            for (int i = 0; i < 16; ++i) s[i] = next[i];
-        } else {
-            mma_wait<0>();
+        for (int i = 0; i < 2; ++i) {
+            const float logit = row + 8 * i < num_heads ? sink[row + 8 * i] * LOG2E : 0.0f;
+            top[i] = fmaxf(logit, -1e30f);
+            sum[i] = quad == 0 ? exp2_fast(logit - top[i]) : 0.0f;
         }
-    }
+        for (int block = 0, buffer = 0, turn = 0; block < blocks; ++block) {
+            const int parity = block % 2;
+            const u64 keys = descriptor(shared_address(k_tiles) + buffer * TILE, 16);
+            float s[32];
+            barrier_wait(keys_ready + buffer, turn);
+            fence_async();
+            mma_fence();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
-        sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
-    }
-    __syncthreads();
-    if (quad == 0) {
-        tops[group * ROWS + row] = sum[0];
-        tops[group * ROWS + row + 8] = sum[1];
-    }
-    __syncthreads();
+            for (int k = 0; k < KEPT; ++k) mma64_registers<0>(s, q_rows + k * 4, keys + channels(k), k > 0);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int r = row + 8 * i;
-        const float total = sum[i] + tops[(1 - group) * ROWS + r], inverse = total > 0.0f ? 1.0f / total : 0.0f;
-        if (r < num_heads) {
-            u16* to = out + (token * num_heads + r) * DIM + group * 256 + quad * 4;
+            for (int k = KEPT; k < DIM / 16; ++k) mma64<0, 0>(s, tail + channels(k - KEPT), keys + channels(k), 1);
+            mma_commit();
+            mma_wait<0>();
+            float best[2] = {-INFINITE, -INFINITE}, shrink[2];
 #pragma unroll
-            for (int j = 0; j < 16; ++j) {
-                const float* from = o + j * 8 + i * 2;
-                store4(to + j * 16, from[0] * inverse, from[1] * inverse, from[4] * inverse, from[5] * inverse);
+            for (int j = 0; j < 8; ++j) {
+                const int2 id = *reinterpret_cast<const int2*>(ids + block * ROWS + j * 8 + quad * 2);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    s[j * 4 + i * 2] = id.x >= 0 ? s[j * 4 + i * 2] * scale_log2 : -INFINITE;
+                    s[j * 4 + i * 2 + 1] = id.y >= 0 ? s[j * 4 + i * 2 + 1] * scale_log2 : -INFINITE;
+                    best[i] = fmaxf(best[i], fmaxf(s[j * 4 + i * 2], s[j * 4 + i * 2 + 1]));
+                }
             }
-            if (group == 0 && quad == 0)
-                lse[token * num_heads + r] = total > 0.0f ? (top[i] + log2f(total)) / LOG2E : INFINITE;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                best[i] = fmaxf(best[i], __shfl_xor_sync(0xffffffffu, best[i], 1));
+                best[i] = fmaxf(best[i], __shfl_xor_sync(0xffffffffu, best[i], 2));
+                const float old = top[i];
+                top[i] = best[i] > old + 8.0f ? best[i] : old;
+                shrink[i] = exp2_fast(old - top[i]);
+                sum[i] *= shrink[i];
+            }
+            if (block >= 2) barrier_wait(p_free + parity, (block / 2 - 1) % 2);
+            unsigned char* p_tile = p_tiles + parity * COLUMN_BLOCK;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const float a = exp2_fast(s[j * 4 + i * 2] - top[i]), b = exp2_fast(s[j * 4 + i * 2 + 1] - top[i]);
+                    sum[i] += a + b;
+                    *reinterpret_cast<u32*>(p_tile + swizzled(row + 8 * i, j) + quad * 4) = pack(a, b);
+                }
+            }
+            if (quad == 0) {
+                shrinks[parity * ROWS + row] = shrink[0];
+                shrinks[parity * ROWS + row + 8] = shrink[1];
+            }
+            const int any = __any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f);
+            if (lane == 0) shrunk[parity * 4 + warp] = any;
+            fence_async();
+            barrier_arrive(p_ready + parity);
+            if (++buffer == 3) {
+                buffer = 0;
+                turn ^= 1;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 1);
+            sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
+            if (quad == 0) {
+                inverses[row + 8 * i] = sum[i] > 0.0f ? 1.0f / sum[i] : 0.0f;
+                if (row + 8 * i < num_heads)
+                    lse[token * num_heads + row + 8 * i] = sum[i] > 0.0f ? (top[i] + log2f(sum[i])) / LOG2E : INFINITE;
+            }
+        }
+        meet<1, FORWARD_THREADS>();
+    } else {
+        fewer_registers<160>();
+        const int half = group - 1;
+        float o[128];
+#pragma unroll
+        for (int i = 0; i < 128; ++i) o[i] = 0.0f;
+        for (int block = 0; block < min(blocks, 3); ++block) {
+            gather(shared_address(k_tiles) + block * TILE, table, ids + block * ROWS, tid - 128);
+            barrier_arrive_copies(keys_ready + block);
+        }
+        for (int block = 0, buffer = 0; block < blocks; ++block) {
+            const int parity = block % 2;
+            const u64 weights = descriptor(shared_address(p_tiles) + parity * COLUMN_BLOCK, 16);
+            const u32 k_tile = shared_address(k_tiles) + buffer * TILE;
+            const u64 keys = descriptor(k_tile + half * 4 * COLUMN_BLOCK, COLUMN_BLOCK);
+            barrier_wait(p_ready + parity, block / 2 % 2);
+            if (shrunk[parity * 4 + warp]) {
+                const float shrink0 = shrinks[parity * ROWS + row], shrink1 = shrinks[parity * ROWS + row + 8];
+#pragma unroll
+                for (int i = 0; i < 128; ++i) o[i] *= i / 2 % 2 ? shrink1 : shrink0;
+            }
+            fence_async();
+            mma_fence();
+#pragma unroll
+            for (int k = 0; k < ROWS / 16; ++k) mma256<0, 1>(o, weights + channels(k), keys + rows(k), 1);
+            mma_commit();
+            mma_wait<0>();
+            barrier_arrive(p_free + parity);
+            if (block + 3 < blocks) {
+                meet<2, 256>();  // both warpgroups are done with this block's keys
+                gather(k_tile, table, ids + (block + 3) * ROWS, tid - 128);
+                barrier_arrive_copies(keys_ready + buffer);
+            }
+            if (++buffer == 3) buffer = 0;
+        }
+        meet<1, FORWARD_THREADS>();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int r = row + 8 * i;
+            const float inverse = inverses[r];
+            if (r < num_heads) {
+                u16* to = out + (token * num_heads + r) * DIM + half * 256 + quad * 4;
+#pragma unroll
+                for (int j = 0; j < 16; ++j) {
+                    const float* from = o + j * 8 + i * 2;
+                    store4(to + j * 16, from[0] * inverse, from[1] * inverse, from[4] * inverse, from[5] * inverse);
+                }
+            }
         }
     }
 }
@@ -353,9 +425,10 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
     const long long token = blockIdx.x, heads_at = token * num_heads * DIM;
     const float scale_log2 = (float)scale * LOG2E;
 
-    const int blocks = list_slots(ids, scratch, topk + token * num_topk, token + offset - (window - 1), start[token],
+    const int blocks = list_slots<THREADS>(ids, scratch, topk + token * num_topk, token + offset - (window - 1), start[token],
                                   window, num_topk, num_window);
-    if (blocks > 0) gather(shared_address(k_tile), table, ids);
+    if (blocks > 0) gather(shared_address(k_tile), table, ids, tid);
+    copy_commit();
     load_heads(q_tile, q + heads_at, num_heads);
     load_heads(g_tile, grad_out + heads_at, num_heads);
     {
@@ -458,10 +531,15 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
         mma_commit();
         mma_wait<1>();
         __syncthreads();  // both warpgroups are done with this block's keys
-        if (block + 1 < blocks) gather(k_at, table, block_ids + ROWS);
-        const int id0 = block_ids[row], id1 = block_ids[row + 8];
-        float* to0 = grad_table + (long long)id0 * DIM + group * 256 + quad * 4;
-        float* to1 = grad_table + (long long)id1 * DIM + group * 256 + quad * 4;
+        if (block + 1 < blocks) gather(k_at, table, block_ids + ROWS, tid);
+        copy_commit();
+        // Lanes of rows 2n and 2n + 1 trade halves, so that 8 lanes add one row's 32 channels: a whole 128-byte line
+        // per request. Half lines halve the rate of the L2's reductions.
+        const int odd = lane / 4 % 2;
+        int ids4[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) ids4[i] = block_ids[row - odd + i % 2 + i / 2 * 8];
+        float* to = grad_table + group * 256 + odd * 16 + quad * 4;
 #pragma unroll
         for (int chunk = 0; chunk < 4; ++chunk) {
             if (chunk < 3) {
@@ -473,16 +551,21 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
             } else {
                 mma_wait<0>();
             }
-            const float(&sum)[32] = grad[chunk % 2];
-            if (id0 >= 0) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    add4(to0 + chunk * 64 + j * 16, sum[j * 8], sum[j * 8 + 1], sum[j * 8 + 4], sum[j * 8 + 5]);
-            }
-            if (id1 >= 0) {
+            for (int j = 0; j < 4; ++j) {  // channels 32 (j / 2) .. + 31 of the chunk, rows (+ 8) j % 2
+                const float* x = grad[chunk % 2] + j / 2 * 16 + j % 2 * 2;
+                float first[4], second[4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    add4(to1 + chunk * 64 + j * 16, sum[j * 8 + 2], sum[j * 8 + 3], sum[j * 8 + 6], sum[j * 8 + 7]);
+                for (int i = 0; i < 4; ++i) {
+                    const int at = i % 2 + i / 2 * 4;
+                    const float got = __shfl_xor_sync(0xffffffffu, odd ? x[at] : x[at + 8], 4);
+                    first[i] = odd ? got : x[at];
+                    second[i] = odd ? x[at + 8] : got;
+                }
+                const int even_id = ids4[j % 2 * 2], odd_id = ids4[j % 2 * 2 + 1];
+                float* column = to + chunk * 64 + j / 2 * 32;
+                if (even_id >= 0) add4(column + (long long)even_id * DIM, first[0], first[1], first[2], first[3]);
+                if (odd_id >= 0) add4(column + (long long)odd_id * DIM, second[0], second[1], second[2], second[3]);
             }
         }
     }

@@ -19,10 +19,11 @@ from megatron_dsv41.ops.csa2.checks import check_attend
 
 THREADS = 256
 MAX_SLOTS = 1024
-SLOT_BYTES = (MAX_SLOTS + 64) * 4 + 2 * 64 * 4 + 64
 TILE_BYTES = 64 * 512 * 2
-FORWARD_BYTES = 3 * TILE_BYTES + 64 * 128 + SLOT_BYTES
-BACKWARD_BYTES = 3 * TILE_BYTES + 3 * 64 * 128 + SLOT_BYTES
+SLOT_BYTES = (MAX_SLOTS + 64) * 4
+# As the kernels lay it out: keys (x3), P (x2), a part of q, rescaling; q, grad_out, keys, P (x2), dS, row statistics.
+FORWARD_BYTES = 3 * TILE_BYTES + 3 * 64 * 128 + (3 * 64 + 8) * 4 + 7 * 8 + 14 * 4 + SLOT_BYTES
+BACKWARD_BYTES = 3 * TILE_BYTES + 3 * 64 * 128 + 2 * 64 * 4 + 64 + SLOT_BYTES
 
 
 @functools.cache
@@ -36,10 +37,11 @@ def kernel(name: str, shared_bytes: int, device: int) -> Any:
     return compiled
 
 
-def launch(name: str, blocks: int, shared_bytes: int, device: torch.device, *args: Tensor | int | float) -> None:
-    """Launch on the current stream of `device`."""
-    compiled = kernel(name, shared_bytes, device.index)
-    compiled(grid=(blocks, 1, 1), block=(THREADS, 1, 1), args=list(args), shared_mem=shared_bytes)
+def launch(name: str, blocks: int, threads: int, shared_bytes: int, *args: Tensor | int | float) -> None:
+    """Launch on the first argument's device, on its current stream."""
+    assert isinstance(args[0], Tensor)
+    compiled = kernel(name, shared_bytes, args[0].device.index)
+    compiled(grid=(blocks, 1, 1), block=(threads, 1, 1), args=list(args), shared_mem=shared_bytes)
 
 
 def latent_table(window_kv: Tensor, keys: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ def latent_table(window_kv: Tensor, keys: Tensor) -> Tensor:
     rows = len(window_kv) + len(keys)
     table = window_kv.new_empty(rows, window_kv.shape[1])
     blocks = -(-rows * window_kv.shape[1] // (16 * THREADS))
-    launch("pack_rows", blocks, 0, table.device, window_kv, keys, table, len(window_kv), rows)
+    launch("pack_rows", blocks, THREADS, 0, window_kv, keys, table, len(window_kv), rows)
     return table
 
 
@@ -58,7 +60,7 @@ def forward(
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     if problem.num_tokens:
         launch(
-            "attend_forward", problem.num_tokens, FORWARD_BYTES, q.device, q, latent_table(window_kv, keys), topk, sink,
+            "attend_forward", problem.num_tokens, 384, FORWARD_BYTES, q, latent_table(window_kv, keys), topk, sink,
             start, out, lse, problem.num_tokens, problem.num_heads, problem.window, problem.num_topk,
             problem.window_offset, len(window_kv), problem.scale,
         )  # fmt: skip
@@ -77,7 +79,7 @@ def backward(
     grad_table = torch.zeros_like(table, dtype=torch.float32)
     if problem.num_tokens:
         launch(
-            "attend_backward", problem.num_tokens, BACKWARD_BYTES, q.device, q, out, grad_out, table, topk, lse, start,
+            "attend_backward", problem.num_tokens, THREADS, BACKWARD_BYTES, q, out, grad_out, table, topk, lse, start,
             grad_q, grad_table, delta, problem.num_tokens, problem.num_heads, problem.window, problem.num_topk,
             problem.window_offset, len(window_kv), problem.scale,
         )  # fmt: skip

@@ -97,12 +97,12 @@ def backward_window(
     """Adds the window keys' gradient of `tokens` to fp32 [J, D]."""
     offset = problem.window_offset
     first_row = max(tokens.start + offset - (problem.window - 1), 0)
-    block, chunk = 64, min(128, problem.dim)
+    block, chunk = 128, min(128, problem.dim)
     grid = (triton.cdiv(tokens.stop + offset - first_row, block), problem.dim // chunk)
     kernels.attend_backward_window[grid](
         q, grad_out, p, ds, grad_window, tokens.start, tokens.stop, first_row, grad_window.shape[0],
         problem.num_heads, problem.num_topk, offset, WINDOW=problem.window, D=problem.dim,
-        BLOCK_H=block_heads(problem), BLOCK_J=block, CHUNK_D=chunk, num_warps=4, num_stages=3,
+        BLOCK_H=block_heads(problem), BLOCK_J=block, CHUNK_D=chunk, num_warps=8, num_stages=3,
     )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def launch_entries(problem: Problem, q, grad_out, topk, p, ds, target: Tensor, t
     chunk = min(128, problem.dim)
     kernels.attend_backward_entries[(len(tokens), problem.dim // chunk)](
         q, grad_out, topk, p, ds, target, tokens.start, problem.num_heads, problem.num_topk, **constants(problem),
-        BLOCK_S=64, CHUNK_D=chunk, ATOMIC=atomic, num_warps=4, num_stages=2,
+        BLOCK_S=64, CHUNK_D=chunk, ATOMIC=atomic, num_warps=4, num_stages=3,
     )  # fmt: skip
 
 

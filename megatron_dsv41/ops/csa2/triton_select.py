@@ -17,7 +17,7 @@ from megatron_dsv41.ops.csa2.checks import check_select
 from megatron_dsv41.ops.documents import Entries
 
 SCORES_AT_ONCE = 1 << 26  # sort keys that exist at once: 128 MiB
-BLOCK_T, BLOCK_C = 128, 128
+BLOCK_T, BLOCK_C = 64, 128
 
 
 def score_rows(
@@ -32,7 +32,7 @@ def score_rows(
         q_TID, weights_TI, keys_CD, entries.first_T, entries.num_visible_T, scores if wanted is None else wanted,
         scores, tokens.start, len(tokens), num_entries, 0 if wanted is None else wanted.shape[1], HEADS=heads, D=dim,
         BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, BLOCK_SIZE=0 if wanted is None else block_size, PACKED=q_TID.is_cuda,
-        num_warps=8, num_stages=3,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     return scores
 
@@ -41,7 +41,7 @@ def largest(scores: Tensor, entries: Entries, out: Tensor, tokens: range, per_bl
     """Writes the rows `tokens` of out int32 [T, k]: the k largest visible entries, or blocks of `per_block` entries."""
     kernels.largest_k[(len(tokens),)](
         scores, entries.first_T, entries.num_visible_T, out, tokens.start, scores.shape[1], out.shape[1],
-        PER_BLOCK=per_block, TILE=4096, num_warps=8,
+        PER_BLOCK=per_block, TILE=1024, num_warps=4,
     )  # fmt: skip
 
 
