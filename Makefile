@@ -15,10 +15,10 @@ demo: setup  ## train a small model on real text, interrupt and resume it, expor
 	@$(PY) examples/demo.py $(ARGS)
 
 test: setup lint  ## lint, type check and every test that needs no GPU
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -m "not gpu" $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m "not gpu" $(ARGS)
 
 test-gpu: setup  ## the tests that need a GPU
-	@$(PY) -m pytest -q -m gpu $(ARGS)
+	@$(PY) -m pytest -m gpu $(ARGS)
 
 lint: setup  ## ruff, pyright, import contracts
 	@$(BIN)/ruff check .
