@@ -59,6 +59,7 @@ class Parallel:
     cp: int = 1
     ep: int = 1
     etp: int | None = None  # tensor parallelism inside experts; None: tp without expert parallelism, else 1
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # how tokens reach the experts of other ranks
     shadow_indexers: Literal["auto", "always", "never"] = "auto"
 
     def __post_init__(self) -> None:

@@ -62,7 +62,7 @@ def tiny_run(folder: str | Path, *overrides: str, **sections: Any) -> Run:
     """`tiny_config` on a corpus in `folder`/data (made when missing), into `folder`/run."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(tiny_config().to_hf()))
+    write_whole(folder / "config.json", json.dumps(tiny_config().to_hf()).encode())  # ranks may read it meanwhile
     prefixes = {name: folder / "data" / name for name in ("train", "valid")}
     for seed, prefix in enumerate(prefixes.values()):
         if not prepared_paths(prefix).sidecar.exists():

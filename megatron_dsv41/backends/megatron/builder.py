@@ -48,9 +48,7 @@ class DSV41ModelBuilder(ModelBuilder[DSV41Model, DSV41ModelConfig]):
         """The stage of this pipeline rank and virtual stage. What the stage holds follows from the layout."""
         model = self._model_config
         stage = (vp_stage or 0) * pg_collection.pp.size() + pg_collection.pp.rank()
-        return DSV41Model(
-            model.transformer, model.token_map, stage, model.boundaries, pg_collection, vp_stage=vp_stage
-        )
+        return DSV41Model(model.transformer, model.token_map, stage, model.boundaries, pg_collection, vp_stage=vp_stage)
 
     def build_distributed_models(
         self,

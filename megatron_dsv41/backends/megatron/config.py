@@ -100,7 +100,11 @@ def megatron_arguments(run: Run, data_parallel_size: int) -> list[str]:
     if parallel.pp > 1:
         values["pipeline-model-parallel-layout"] = layout_string(stage_layers(model, parallel))
     if parallel.ep > 1 or parallel.expert_tp != parallel.tp:
-        values["num-experts"] = model.n_routed_experts
+        values |= {
+            "num-experts": model.n_routed_experts,
+            "moe-router-topk": model.num_experts_per_tok,
+            "moe-token-dispatcher-type": parallel.dispatcher,
+        }
     for name, value in run.megatron.items():
         values[name.replace("_", "-")] = value
     return _command_line(values)

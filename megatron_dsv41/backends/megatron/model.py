@@ -61,7 +61,7 @@ class DSV41Model(LanguageModule):
         self.recompute_blocks = config.recompute_blocks
         self.layout = Layout.of(pg_collection, config.sequence_parallel)
         self.ops = Ops(config.ops)
-        self.primitives = MegatronPrimitives(model, self.ops, self.layout)
+        self.primitives = MegatronPrimitives(model, self.ops, self.layout, config, pg_collection)
         self.engram_hash = EngramHash(model, token_map)
         self.received: Tensor | None = None
         plans = plan_layers(model)

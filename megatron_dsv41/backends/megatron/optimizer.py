@@ -33,7 +33,9 @@ def group_overrides(run: Run) -> dict[Any, Any]:
         return parameter.dtype is torch.float32
 
     overrides = {
-        ParamKey(with_name_predicate=ParamWithNamePredicate(name="no_decay", fn=no_decay)): ParamGroupOverride(wd_mult=0.0)
+        ParamKey(with_name_predicate=ParamWithNamePredicate(name="no_decay", fn=no_decay)): ParamGroupOverride(
+            wd_mult=0.0
+        )
     }
     if run.train.precision != "fp32":
         # The distributed optimizer takes one parameter's state for another's in a group of two dtypes. A rate of

@@ -10,9 +10,12 @@ import math
 
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_dsv41.backends.megatron.experts import DispatchedExperts, LocalExperts
 from megatron_dsv41.backends.megatron.layout import Cut, Layout, mark
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.modules.primitives import GroupedLinear, Linear, Norm, Table, TorchPrimitives
@@ -30,9 +33,16 @@ BETWEEN_SITES = ("attn_norm", "ffn_norm", "norm", "attn_hc.", "ffn_hc.", "engram
 class MegatronPrimitives(TorchPrimitives):
     """Parts for one rank of a layout. Initial weights are drawn whole and then cut: every layout starts equal."""
 
-    def __init__(self, config: DSV41Config, ops: Ops, layout: Layout):
+    def __init__(
+        self,
+        config: DSV41Config,
+        ops: Ops,
+        layout: Layout,
+        megatron: TransformerConfig,
+        groups: ProcessGroupCollection,
+    ):
         super().__init__(config, ops)
-        self.layout = layout
+        self.layout, self.megatron, self.groups = layout, megatron, groups
 
     def local(self, axis: str, size: int) -> int:
         """Heads and output groups are split over tp."""
@@ -74,12 +84,10 @@ class MegatronPrimitives(TorchPrimitives):
         return part
 
     def experts(self, config: DSV41Config) -> nn.Module:
-        """The inner width is split over the expert tensor group."""
-        part = super().experts(config)
-        for name, dim in (("w13", 2), ("w2", 2)):
-            weight = self.layout.etp.slice(getattr(part, name).data, dim).clone()
-            setattr(part, name, mark(nn.Parameter(weight), self.layout, Cut(dim, "etp")))
-        return part
+        """Experts are split over ep, their inner width over the expert tensor group."""
+        if self.layout.ep.size == 1 and self.layout.etp.size == self.layout.tp.size:
+            return LocalExperts(config, self.dtype, self.ops, self.layout)
+        return DispatchedExperts(config, self.dtype, self.ops, self.layout, self.megatron, self.groups)
 
     def parameter(self, value: Tensor, role: str) -> nn.Parameter:
         """Sinks come as the local heads; everything else is whole."""

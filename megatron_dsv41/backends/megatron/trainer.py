@@ -327,8 +327,10 @@ def refuse_unsupported(run: Run) -> None:
         raise ValueError(f"parallel.cp {parallel.cp} needs batch.micro=1, got {run.batch.micro}")
     if parallel.vpp > 1 and parallel.pp == 1:
         raise ValueError("parallel.vpp interleaves the stages of several pipeline ranks: it needs parallel.pp > 1")
-    if parallel.ep > 1:
-        raise ValueError(f"parallel.ep {parallel.ep} is not supported: set parallel.ep=1")
+    if parallel.tp > 1 and not parallel.sp and (parallel.ep > 1 or parallel.expert_tp != parallel.tp):
+        raise ValueError("experts split otherwise than the rest need parallel.sp=true where parallel.tp > 1")
+    if parallel.expert_tp not in (1, parallel.tp):
+        raise ValueError(f"parallel.etp {parallel.expert_tp} must be 1 or parallel.tp = {parallel.tp}")
 
 
 def boundaries_of(run: Run) -> Boundaries:

@@ -1,0 +1,111 @@
+"""Routed experts of one rank: a part of the experts, a part of their inner width, fed by Megatron's dispatchers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+from torch import Tensor, nn
+
+from megatron_dsv41.backends.megatron.layout import Cut, Layout, mark
+from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.modules.primitives import Experts
+from megatron_dsv41.ops.registry import Ops
+
+DISPATCHERS = {"alltoall": MoEAlltoAllTokenDispatcher, "allgather": MoEAllGatherTokenDispatcher}
+EXPERT_STRIDE = 1009
+
+
+def draw_experts(config: DSV41Config, layout: Layout, dtype: torch.dtype) -> tuple[nn.Parameter, nn.Parameter]:
+    """(w13, w2) of this rank. Every expert has a generator of its own: weights depend on seed and expert alone."""
+    count, inner, dim = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
+    local, width = layout.ep.share(count), layout.etp.share(inner)
+    w13, w2 = torch.empty(local, 2, width, dim, dtype=dtype), torch.empty(local, dim, width, dtype=dtype)
+    for index in range(local):
+        expert = layout.ep.rank * local + index
+        generator = torch.Generator().manual_seed(torch.initial_seed() * EXPERT_STRIDE + expert)
+        for target, shape in ((w13[index], (2, inner, dim)), (w2[index], (dim, inner))):
+            whole = torch.empty(shape, dtype=dtype).normal_(std=config.initializer_range, generator=generator)
+            target.copy_(layout.etp.slice(whole, 1))
+    parameters = (nn.Parameter(w13), nn.Parameter(w2))
+    for parameter in parameters:
+        mark(parameter, layout, Cut(0, "ep"), Cut(2, "etp"))
+        # Unless experts are split exactly as everything else, their gradients add up over groups of their own.
+        parameter.allreduce = layout.ep.size == 1 and layout.etp.size == layout.tp.size  # type: ignore[attr-defined]
+    return parameters
+
+
+class LocalExperts(Experts):
+    """All experts on this rank, perhaps a part of their width: no dispatch."""
+
+    def __init__(self, config: DSV41Config, dtype: torch.dtype, ops: Ops, layout: Layout):
+        nn.Module.__init__(self)
+        self.limit, self.ops, self.dense = config.swiglu_limit, ops, False
+        self.w13, self.w2 = draw_experts(config, layout, dtype)
+
+
+class DispatchedExperts(nn.Module):
+    """Experts split over the expert group. Same signature and result as `Experts`.
+
+    Where experts are not split over the ranks of a tensor group, each of those ranks sends its own part of the tokens
+    and returns zeros for the others, which `leave_site` sums.
+    """
+
+    def __init__(
+        self,
+        config: DSV41Config,
+        dtype: torch.dtype,
+        ops: Ops,
+        layout: Layout,
+        megatron: TransformerConfig,
+        groups: ProcessGroupCollection,
+    ):
+        super().__init__()
+        self.limit, self.ops, self.layout, self.megatron = config.swiglu_limit, ops, layout, megatron
+        self.num_experts, self.num_local = config.n_routed_experts, layout.ep.share(config.n_routed_experts)
+        self.w13, self.w2 = draw_experts(config, layout, dtype)
+        # A split inner width gives parts of sums, which need no exchange inside the expert group.
+        self.groups = ProcessGroupCollection(ep=groups.ep, expt_tp=None, tp_ep=groups.ep)
+        self.splits_tokens = layout.tp.size > 1 and layout.etp.size == 1
+
+    def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """x [T, d], chosen experts and their weights [T, k] -> weighted sum, fp32 [T, d]."""
+        if not self.splits_tokens:
+            return self._route(x_TD, indices_TK, weights_TK)
+        tp, num_tokens = self.layout.tp, x_TD.shape[0]
+        own = (tp.rank * num_tokens // tp.size, (tp.rank + 1) * num_tokens // tp.size)
+        y_tD = self._route(*(t[own[0] : own[1]] for t in (x_TD, indices_TK, weights_TK)))
+        return F.pad(y_tD, (0, 0, own[0], num_tokens - own[1]))
+
+    def _route(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        probs_TE = weights_TK.new_zeros(x_TD.shape[0], self.num_experts).scatter(1, indices_TK, weights_TK)
+        chosen_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter(1, indices_TK, True)
+        # Dispatchers keep what they need between calls on themselves: one per forward pass, so that nothing outlives it.
+        dispatcher = self._dispatcher()
+        tokens, probs = dispatcher.dispatch_preprocess(x_TD, chosen_TE, probs_TE)
+        tokens, probs = dispatcher.token_dispatch(tokens, probs)
+        tokens, counts, probs = dispatcher.dispatch_postprocess(tokens, probs)
+        outputs = self._multiply(tokens, counts.tolist(), probs)
+        # Rows travel in the model's dtype and are summed in the dtype of the weights.
+        if isinstance(dispatcher, MoEAllGatherTokenDispatcher):
+            return dispatcher.combine_postprocess(
+                dispatcher.token_combine(dispatcher.combine_preprocess(outputs.to(probs.dtype)))
+            )
+        combined = dispatcher.token_combine(dispatcher.combine_preprocess(outputs))
+        return dispatcher.combine_postprocess(combined.to(probs.dtype))
+
+    def _multiply(self, tokens_PD: Tensor, counts: list[int], probs_P: Tensor) -> Tensor:
+        outputs = []
+        for expert, (x, share) in enumerate(zip(tokens_PD.split(counts), probs_P.split(counts), strict=True)):
+            gate, up = (F.linear(x, weight) for weight in self.w13[expert])
+            outputs.append(F.linear(self.ops["routing.swiglu"](gate, up, self.limit, share), self.w2[expert]))
+        return torch.cat(outputs)
+
+    def _dispatcher(self) -> Any:
+        first = self.layout.ep.rank * self.num_local
+        kind = DISPATCHERS[self.megatron.moe_token_dispatcher_type]
+        return kind(self.num_local, list(range(first, first + self.num_local)), self.megatron, self.groups)
