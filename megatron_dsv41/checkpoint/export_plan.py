@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from megatron_dsv41 import presets
@@ -56,7 +57,7 @@ from megatron_dsv41.checkpoint.storage import (
     weight_name,
 )
 from megatron_dsv41.config import DSV41Config
-from megatron_dsv41.ops.quant.codec import Format, encode
+from megatron_dsv41.ops.quant.codec import Format, Quantized, encode, scale_as, scale_bytes
 
 SHARD_BYTES = 5 * 10**9
 
@@ -198,11 +199,31 @@ class ExportPlan:
         bytes_ = sum(num_bytes(self._wanted[n][0], (height, *self._wanted[n][1][1:])) for n in names)
 
         def run(writer: ShardWriter) -> None:
-            parts = binding.via.to_released(self.source.read(binding.native, rows))
-            for name, part in zip(names, parts, strict=True):
-                self._write(writer, name, binding.storage, first_row, part)
+            native = self.source.read(binding.native, rows)
+            self._write_parts(writer, names, binding.storage, first_row, binding.via.to_released(native))
 
         return Unit(bytes_, run)
+
+    def _write_parts(
+        self, writer: ShardWriter, names: Sequence[str], storage: Storage, first_row: int, parts: Sequence[Tensor]
+    ) -> None:
+        """Write rows of released tensors of one shape, encoded in one go where blocks do not straddle tensors."""
+        dtypes = {self._wanted[name][0] for name in names}
+        form = stored_format(self._wanted[names[0]][0], storage)
+        rows = parts[0].shape[0]
+        together = form is not None and len(dtypes) == 1 and rows % form.block[0] == 0
+        if len(names) == 1 or form is None or not together:
+            for name, part in zip(names, parts, strict=True):
+                self._write(writer, name, storage, first_row, part)
+            return
+        height = rows // form.block[0]
+        kept = [self._kept_scale(name, form, range(height)) for name in names]
+        known = [scale_bytes(scale) for scale in kept if scale is not None]
+        scales = torch.cat(known) if len(known) == len(names) else None
+        quantized = self._encode(names[0], first_row, torch.cat(list(parts)), form, scales)
+        for i, name in enumerate(names):
+            writer.write_rows(name, 0, quantized.data[i * rows : (i + 1) * rows])
+            self._write_scale(writer, name, 0, quantized.scale[i * height : (i + 1) * height])
 
     def _write(self, writer: ShardWriter, name: str, storage: Storage, first_row: int, values: Tensor) -> None:
         dtype = self._wanted[name][0]
@@ -210,16 +231,25 @@ class ExportPlan:
         if form is None:
             writer.write_rows(name, first_row, values.to(TORCH_DTYPES[dtype]))
             return
-        scale = scale_name(name)
         first_block = first_row // form.block[0]
         blocks = range(first_block, first_block + form.scale_shape(tuple(values.shape))[0])
-        kept = self.origin.kept_scale(name, form, blocks) if self.origin else None
+        quantized = self._encode(name, first_row, values, form, self._kept_scale(name, form, blocks))
+        writer.write_rows(name, first_row, quantized.data)
+        self._write_scale(writer, name, first_block, quantized.scale)
+
+    def _encode(self, name: str, first_row: int, values: Tensor, form: Format, kept: Tensor | None) -> Quantized:
         try:
-            quantized = encode(values, form, kept, TORCH_DTYPES[writer.spec(scale).dtype])
+            return encode(values, form, kept)
         except ValueError as error:
             raise ValueError(f"{name} (rows from {first_row}): {error}") from error
-        writer.write_rows(name, first_row, quantized.data)
-        writer.write_rows(scale, first_block, quantized.scale)
+
+    def _kept_scale(self, name: str, form: Format, blocks: range) -> Tensor | None:
+        return self.origin.kept_scale(name, form, blocks) if self.origin else None
+
+    def _write_scale(self, writer: ShardWriter, weight: str, first_block: int, scale: Tensor) -> None:
+        name = scale_name(weight)
+        dtype = TORCH_DTYPES[writer.spec(name).dtype]
+        writer.write_rows(name, first_block, scale_as(scale.view(torch.uint8), dtype))
 
     def _copies(self, binding: Binding) -> bool:
         """Whether the bytes of a native folder are the released bytes."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from megatron_dsv41.checkpoint.inventory import check_native, check_released, refuse
@@ -27,7 +28,7 @@ from megatron_dsv41.checkpoint.storage import (
     wider,
 )
 from megatron_dsv41.config import DSV41Config
-from megatron_dsv41.ops.quant.codec import Format, Quantized, decode
+from megatron_dsv41.ops.quant.codec import Format, Quantized, decode, scale_bytes
 
 NATIVE = "native.json"
 
@@ -125,8 +126,8 @@ class ReleasedSource:
         dtype = self.dtype(name)
         if not binding.via.lead:
             return read_stored(self.folder, binding.released[0], binding.storage, dtype, wanted)
-        parts = (binding.released[i] for i in binding.via.parts_of_rows(wanted))
-        return binding.via.to_native([read_stored(self.folder, part, binding.storage, dtype) for part in parts])
+        names = [binding.released[i] for i in binding.via.parts_of_rows(wanted)]
+        return read_stacked(self.folder, names, binding, dtype)
 
 
 class NativeSource:
@@ -191,13 +192,8 @@ class NativeSource:
             return _decode_rows(self.folder, name, scale, form, dtype, wanted)
         parts = binding.via.parts_of_rows(wanted)
         data = binding.via.to_released(self.folder.read(name, wanted))
-        decoded = [
-            _decode(
-                name, Quantized(d, self.folder.read(scale_name(binding.released[i])), form.block, form.element), dtype
-            )
-            for i, d in zip(parts, data, strict=True)
-        ]
-        return binding.via.to_native(decoded)
+        scales = [self.folder.read(scale_name(binding.released[i])) for i in parts]
+        return binding.via.to_native(decode_all(name, data, scales, form, dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,6 +285,32 @@ def read_stored(
     if form is None:
         return folder.read(name, rows).to(TORCH_DTYPES[dtype])
     return _decode_rows(folder, name, scale_name(name), form, dtype, range(info.shape[0]) if rows is None else rows)
+
+
+def read_stacked(folder: SafetensorsFolder, names: Sequence[str], binding: Binding, dtype: str) -> Tensor:
+    """Some parts of a stacked native tensor, decoded and stacked."""
+    stored = {folder.info(name).dtype for name in names}
+    form = stored_format(next(iter(stored)), binding.storage) if len(stored) == 1 else None
+    if form is None:
+        return binding.via.to_native([read_stored(folder, name, binding.storage, dtype) for name in names])
+    data = [folder.read(name) for name in names]
+    scales = [folder.read(scale_name(name)) for name in names]
+    return binding.via.to_native(decode_all(f"{names[0]} to {names[-1]}", data, scales, form, dtype))
+
+
+def decode_all(
+    name: str, data: Sequence[Tensor], scales: Sequence[Tensor], form: Format, dtype: str
+) -> Sequence[Tensor]:
+    """Decode matrices of one shape; in one go where their blocks do not straddle matrices."""
+    if data[0].shape[0] % form.block[0]:
+        pairs = zip(data, scales, strict=True)
+        return [_decode(name, Quantized(d, s, form.block, form.element), dtype) for d, s in pairs]
+    try:
+        bytes_ = torch.cat([scale_bytes(scale) for scale in scales])  # the scales' dtypes may differ
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    joined = Quantized(torch.cat(list(data)), bytes_, form.block, form.element)
+    return list(torch.split(_decode(name, joined, dtype), data[0].shape[0]))
 
 
 def _decode_rows(folder: SafetensorsFolder, name: str, scale: str, form: Format, dtype: str, rows: range) -> Tensor:
