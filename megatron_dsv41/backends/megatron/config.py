@@ -77,7 +77,8 @@ def megatron_arguments(run: Run, data_parallel_size: int) -> list[str]:
         "expert-tensor-parallel-size": parallel.expert_tp,
         "sequence-parallel": parallel.sp,
         "distributed-backend": "nccl" if torch.cuda.is_available() else "gloo",
-        "use-distributed-optimizer": True,
+        # ours divides its state over data parallelism itself, and takes gradients that DDP summed
+        "use-distributed-optimizer": run.optimizer.name == "adamw",
         # batch and length
         "micro-batch-size": run.batch.micro,
         "global-batch-size": run.sequences_per_step,

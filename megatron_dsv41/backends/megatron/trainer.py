@@ -27,6 +27,7 @@ from megatron_dsv41.backends.megatron.faults import FaultCheck
 from megatron_dsv41.backends.megatron.initial import load_weights, open_weights
 from megatron_dsv41.backends.megatron.layout import Layout
 from megatron_dsv41.backends.megatron.model import DSV41Model
+from megatron_dsv41.backends.megatron.optimizer_mixed import MegatronMixedOptimizer
 from megatron_dsv41.backends.megatron.pipeline import Boundaries, communicator, stage_layers
 from megatron_dsv41.backends.megatron.primitives import check_divisible
 from megatron_dsv41.backends.megatron.progress import Reporter
@@ -98,6 +99,7 @@ class Trainer:
             "initialize_megatron": lambda stock, **kw: stock(**kw, allow_no_cuda=not torch.cuda.is_available()),
             "num_floating_point_operations": lambda stock, *a, **kw: 0.0,
             "get_megatron_optimizer_config": lambda stock, a: (stock(a)[0], optimizer.group_overrides(self.run)),
+            "get_megatron_optimizer": self.build_optimizer,
             "training_log": self.training_log,
             "evaluate": self.evaluate,
             "save_checkpoint": self.save_checkpoint,
@@ -208,6 +210,12 @@ class Trainer:
         if self.run.phase.index_loss != "off":
             selecting = [plan.layer for plan in plan_layers(self.architecture) if plan.owns_selection]
             self.step_metrics |= {f"index_kl/{layer}": index[layer] for layer in selecting}
+
+    def build_optimizer(self, stock: Any, config: Any, model: list[Any], **kwargs: Any) -> Any:
+        """Megatron's optimizer, or ours."""
+        if self.run.optimizer.name == "adamw":
+            return stock(config, model, **kwargs)
+        return MegatronMixedOptimizer(config, unwrap_model(model), self.run, self.layout, self.groups)
 
     # --- report -------------------------------------------------------------------------------------------------
 
