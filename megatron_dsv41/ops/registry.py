@@ -24,9 +24,22 @@ PROVIDERS: dict[str, dict[str, str]] = {
     },
     "csa2.dense_teacher": {"ref": "megatron_dsv41.ops.csa2.ref:dense_teacher"},
     "csa2.index_divergence": {"ref": "megatron_dsv41.ops.csa2.ref:index_divergence"},
-    "mhc.coefficients": {"ref": "megatron_dsv41.ops.mhc.ref:coefficients"},
-    "mhc.collapse": {"ref": "megatron_dsv41.ops.mhc.ref:collapse"},
-    "mhc.expand": {"ref": "megatron_dsv41.ops.mhc.ref:expand"},
+    "mhc.coefficients": {
+        "ref": "megatron_dsv41.ops.mhc.ref:coefficients",
+        "triton": "megatron_dsv41.ops.mhc.triton_site:coefficients",
+    },
+    "mhc.collapse": {
+        "ref": "megatron_dsv41.ops.mhc.ref:collapse",
+        "triton": "megatron_dsv41.ops.mhc.triton_site:collapse",
+    },
+    "mhc.expand": {
+        "ref": "megatron_dsv41.ops.mhc.ref:expand",
+        "triton": "megatron_dsv41.ops.mhc.triton_site:expand",
+    },
+    "mhc.site": {
+        "ref": "megatron_dsv41.ops.mhc.ref:site",
+        "triton": "megatron_dsv41.ops.mhc.triton_site:site",
+    },
     "engram.gate": {"ref": "megatron_dsv41.ops.engram.ref:gate"},
     "norm.rms_norm": {"ref": "megatron_dsv41.ops.norm.ref:rms_norm"},
     "rope.rotate": {"ref": "megatron_dsv41.ops.rope.ref:rotate"},

@@ -51,3 +51,26 @@ def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """New streams X'_j = post_j y + sum_i comb[i, j] X_i: [..., n, d] in the streams' dtype, summed in fp32."""
     mixed = comb.transpose(-1, -2) @ wide(streams)
     return (post[..., None] * wide(y)[..., None, :] + mixed).to(streams.dtype)
+
+
+def site(
+    y: Tensor | None,
+    streams: Tensor,
+    post: Tensor | None,
+    comb: Tensor | None,
+    pre: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    iters: int,
+    eps: float,
+    rms_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Everything between two sublayers: the update by the last one's output y, and what the next one needs.
+
+    post, comb: the coefficients of the last site; pre: those that it predicted for this one. y, post, comb None: no
+    update, the streams enter as they are. Returns the new streams, this site's input and its pre, post and comb.
+    """
+    if y is not None and post is not None and comb is not None:
+        streams = expand(y, streams, post, comb)
+    return streams, collapse(streams, pre), *coefficients(streams, fn, base, scale, iters, eps, rms_eps)

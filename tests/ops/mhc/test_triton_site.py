@@ -1,0 +1,139 @@
+"""mHC kernels against the definition in fp64: values, every gradient, odd sizes, hostile values, Sinkhorn's sums."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dsv41.ops.mhc import ref
+from megatron_dsv41.testing.bench import relative_error
+
+CONSTANTS = (20, 1e-6, 1e-20)
+GPU = pytest.mark.gpu
+
+
+def operands(tokens: int, dim: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """y, streams, post, comb, pre, fn, base, scale, as a site gets them in training."""
+    g = torch.Generator().manual_seed(seed)
+    streams, y = torch.randn(tokens, 4, dim, generator=g), torch.randn(tokens, dim, generator=g)
+    post, pre = 2 * torch.rand(tokens, 4, generator=g), torch.rand(tokens, 4, generator=g)
+    comb = ref.sinkhorn(torch.randn(tokens, 4, 4, generator=g), 20, 1e-6)
+    fn = torch.randn(24, 4 * dim, generator=g) / (4 * dim) ** 0.5
+    base, scale = torch.randn(24, generator=g), torch.rand(3, generator=g) + 0.5
+    device = torch.device("cuda")
+    tensors = [y.to(dtype), streams.to(dtype), post, comb, pre, fn, base, scale]
+    return [t.to(device).requires_grad_() for t in tensors]
+
+
+def run(function, inputs: list[Tensor], dtype: torch.dtype | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and the gradients of `inputs` under fixed random output gradients. dtype: computed in it."""
+    leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
+    outputs = function(*leaves)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    g = torch.Generator().manual_seed(7)
+    grads = [torch.randn(o.shape, generator=g).to(inputs[1 if len(inputs) > 1 else 0].dtype) for o in outputs]
+    grads = [grad.to(o.device, o.dtype) for grad, o in zip(grads, outputs, strict=True)]
+    return outputs, list(torch.autograd.grad(outputs, leaves, grads))
+
+
+def pick(op: str, inputs: list[Tensor]) -> list[Tensor]:
+    y, streams, post, comb, pre, fn, base, scale = inputs
+    return {
+        "site": inputs,
+        "coefficients": [streams, fn, base, scale],
+        "collapse": [streams, pre],
+        "expand": [y, streams, post, comb],
+    }[op]
+
+
+def call(provider, op: str):
+    function = getattr(provider, op)
+    return (lambda *a: function(*a, *CONSTANTS)) if op in ("site", "coefficients") else function
+
+
+@GPU
+@pytest.mark.parametrize("op", ["site", "coefficients", "collapse", "expand"])
+@pytest.mark.parametrize(("tokens", "dim"), [(1, 64), (127, 5120), (4001, 256)])
+def test_bf16_errors_are_the_definitions(op: str, tokens: int, dim: int):
+    from megatron_dsv41.ops.mhc import triton_site
+
+    inputs = pick(op, operands(tokens, dim, torch.bfloat16))
+    exact = run(call(ref, op), inputs, torch.float64)
+    plain = run(call(ref, op), inputs)
+    fused = run(call(triton_site, op), inputs)
+    for kind, e, p, f in zip(("value", "gradient"), exact, plain, fused, strict=True):
+        for i, (want, own, got) in enumerate(zip(e, p, f, strict=True)):
+            bound = 1.5 * relative_error(own, want) + 5e-6
+            assert relative_error(got, want) <= bound, f"{kind} {i}: {relative_error(got, want)} against {bound}"
+
+
+@GPU
+@pytest.mark.parametrize("op", ["site", "coefficients", "collapse", "expand"])
+def test_fp32_equals_the_definition(op: str):
+    from megatron_dsv41.ops.mhc import triton_site
+
+    inputs = pick(op, operands(127, 128, torch.float32))
+    exact, fused = run(call(ref, op), inputs, torch.float64), run(call(triton_site, op), inputs)
+    for want, got in zip(exact[0] + exact[1], fused[0] + fused[1], strict=True):
+        assert relative_error(got, want) < 1e-5
+
+
+@GPU
+def test_rows_and_columns_sum_to_one_in_bf16():
+    from megatron_dsv41.ops.mhc import triton_site
+
+    *_, comb = triton_site.site(*operands(4001, 512, torch.bfloat16), *CONSTANTS)
+    want = ref.site(*operands(4001, 512, torch.bfloat16), *CONSTANTS)[-1]
+    assert (comb.sum(-2) - 1).abs().max() < 1e-5
+    # Rows are as near to one as twenty iterations bring them: as near as the definition's.
+    assert (comb.sum(-1) - 1).abs().max() < (want.sum(-1) - 1).abs().max() + 1e-5
+
+
+@GPU
+@pytest.mark.parametrize("size", [0.0, 1e-18, 1e18])
+def test_hostile_streams(size: float):
+    from megatron_dsv41.ops.mhc import triton_site
+
+    inputs = operands(33, 256, torch.bfloat16)
+    with torch.no_grad():
+        inputs[0] *= size
+        inputs[1] *= size
+    plain, fused = call(ref, "site")(*inputs), call(triton_site, "site")(*inputs)
+    for want, got in zip(plain, fused, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-6 * max(size, 1.0))
+
+
+@GPU
+def test_same_bits_every_run_and_leading_dims():
+    from megatron_dsv41.ops.mhc import triton_site
+
+    inputs = operands(96, 512, torch.bfloat16)
+    first, second = run(call(triton_site, "site"), inputs), run(call(triton_site, "site"), inputs)
+    for a, b in zip(first[0] + first[1], second[0] + second[1], strict=True):
+        assert torch.equal(a, b)
+    folded = [t.detach().unflatten(0, (8, 12)) for t in inputs[:5]]
+    for a, b in zip(triton_site.site(*folded, *inputs[5:], *CONSTANTS), first[0], strict=True):
+        assert torch.equal(a.flatten(0, 1), b)
+
+
+@GPU
+def test_site_without_update_and_partial_gradients():
+    from megatron_dsv41.ops.mhc import triton_site
+
+    _, streams, _, _, pre, fn, base, scale = operands(40, 128, torch.bfloat16)
+    for provider in (ref, triton_site):
+        new, site_input, _, post, _ = provider.site(None, streams, None, None, pre, fn, base, scale, *CONSTANTS)
+        grads = torch.autograd.grad(site_input.float().square().sum() + post.sum(), (streams, pre, fn, base))
+        if provider is ref:
+            want = grads
+            continue
+        assert new is streams
+        for a, b in zip(grads, want, strict=True):
+            assert relative_error(a, b) < 1e-2
+
+
+def test_refusals():
+    pytest.importorskip("triton")
+    from megatron_dsv41.ops.mhc import triton_site
+
+    with pytest.raises(ValueError, match="runs on CUDA tensors"):
+        triton_site.collapse(torch.zeros(3, 4, 64), torch.zeros(3, 4))
