@@ -85,14 +85,13 @@ def _planned_run(args: argparse.Namespace) -> Run:
 def _layout(planned: Run, ranks: int | None) -> Layout:
     parallel = planned.parallel
     least = parallel.tp * parallel.pp * parallel.cp
-    world = ranks or max(least, parallel.pp * parallel.ep * parallel.etp)
+    world = ranks or max(least, parallel.pp * parallel.ep * parallel.expert_tp)
     if world % least:
         raise ValueError(f"{world} ranks are not a multiple of tp x pp x cp = {least}")
     data = world // least
-    if (world // parallel.pp) % (parallel.ep * parallel.etp):
-        raise ValueError(
-            f"{world // parallel.pp} ranks per stage are not a multiple of ep x etp = {parallel.ep * parallel.etp}"
-        )
+    stage, experts = world // parallel.pp, parallel.ep * parallel.expert_tp
+    if stage % experts:
+        raise ValueError(f"{stage} ranks per stage are not a multiple of ep x etp = {experts}")
     per_pass = planned.batch.micro * data
     if planned.sequences_per_step % per_pass and ranks is not None:
         raise ValueError(
@@ -102,11 +101,12 @@ def _layout(planned: Run, ranks: int | None) -> Layout:
     return Layout(
         data=data,
         tensor=parallel.tp,
+        sequence=parallel.sp,
         pipeline=parallel.pp,
         virtual=parallel.vpp,
         context=parallel.cp,
         expert=parallel.ep,
-        expert_tensor=parallel.etp,
+        expert_tensor=parallel.expert_tp,
         micro_batch=planned.batch.micro,
         num_micro_batches=max(planned.sequences_per_step // per_pass, 1),
         seq_length=planned.data.seq_length,

@@ -2,20 +2,21 @@
 
 Per parameter: weights in the training dtype; gradients fp32; AdamW state 12 bytes for bf16 weights (fp32 main copy
 and two moments), 8 for fp32 weights, divided over the ranks that share the parameter when the optimizer is
-distributed. Engram rows divide over their own group.
+distributed. Engram rows divide over their own group. Activations divide over context parallelism, and over tensor
+parallelism when the sequence does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Sequence
 from typing import Literal
 
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.experiments.flops import layer_parameters
 from megatron_dsv41.layer_plan import LayerPlan, plan_layers
+from megatron_dsv41.parallel.stages import even_stages, parse_layout
 
 Recompute = Literal["none", "block"]
 
@@ -26,6 +27,7 @@ class Layout:
 
     data: int = 1
     tensor: int = 1
+    sequence: bool = False  # sequence parallelism over the tensor group
     pipeline: int = 1
     virtual: int = 1  # model chunks per pipeline rank
     context: int = 1
@@ -53,35 +55,12 @@ class Layout:
     def stage_layers(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
         """Layer ids of every pipeline rank. Chunk c of the layer order lies on rank c mod `pipeline`."""
         num_chunks = self.pipeline * self.virtual
-        if self.cut is not None:
-            sizes = chunk_sizes(self.cut)
-            if len(sizes) != num_chunks or sum(sizes) != num_layers:
-                raise ValueError(
-                    f"parallel.layout {self.cut!r} has {len(sizes)} chunks with {sum(sizes)} layers; "
-                    f"pp x vpp = {num_chunks} chunks and {num_layers} layers are needed"
-                )
-        elif num_layers % num_chunks:
-            raise ValueError(
-                f"{num_layers} layers do not divide into pp x vpp = {num_chunks} chunks: set parallel.layout"
-            )
-        else:
-            sizes = [num_layers // num_chunks] * num_chunks
-        stages: list[list[int]] = [[] for _ in range(self.pipeline)]
-        first = 0
-        for chunk, size in enumerate(sizes):
-            stages[chunk % self.pipeline].extend(range(first, first + size))
-            first += size
-        return tuple(map(tuple, stages))
-
-
-def chunk_sizes(cut: str) -> list[int]:
-    """Decoder layers of every chunk of a Megatron pipeline layout such as "Et*3|(tt|)*2tL"."""
-    flat = cut.replace(" ", "").replace(",", "")
-    for pattern in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
-        flat = re.sub(pattern, lambda match: match[1] * int(match[2]), flat)
-    if not set(flat) <= set("EtLm|"):
-        raise ValueError(f"parallel.layout {cut!r}: only E, t, L, m, |, *n and (...)*n are understood")
-    return [chunk.count("t") for chunk in flat.split("|")]
+        chunks = (
+            even_stages(num_layers, num_chunks) if self.cut is None else parse_layout(self.cut, num_layers, num_chunks)
+        )
+        return tuple(
+            tuple(layer for chunk in chunks[rank :: self.pipeline] for layer in chunk) for rank in range(self.pipeline)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +142,8 @@ def _stage_memory(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[La
 
 
 def _stage_activations(c: DSV41Config, layout: Layout, stage: int, num_layers: int) -> float:
-    tokens = layout.micro_batch * layout.seq_length / (layout.context * layout.tensor)
+    pieces = layout.context * (layout.tensor if layout.sequence else 1)
+    tokens = layout.micro_batch * layout.seq_length / pieces
     # Layers whose backward is still to come, at most, under 1F1B and its interleaved form.
     pipeline, virtual = layout.pipeline, layout.virtual
     chunks = pipeline - stage if virtual == 1 else 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1

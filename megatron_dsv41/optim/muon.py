@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Coefficients = tuple[float, float, float]
+from megatron_dsv41.optim.settings import EXACT, FAST, Coefficients
 
 # The published iteration: eight steps that push all singular values near 1 fast, two that bring them to 1.
-FAST: Coefficients = (3.4445, -4.7750, 2.0315)
-EXACT: Coefficients = (2.0, -1.5, 0.5)
 STEPS: tuple[Coefficients, ...] = (FAST,) * 8 + (EXACT,) * 2
 
 

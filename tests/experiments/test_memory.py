@@ -1,25 +1,7 @@
 import pytest
 
 from megatron_dsv41 import presets
-from megatron_dsv41.experiments.memory import Layout, activation_bytes, chunk_sizes, memory_per_rank
-
-
-@pytest.mark.parametrize(
-    ("cut", "sizes"),
-    [
-        ("Et|tttL", [1, 3]),
-        ("Et*3|(tt|)*2tL", [3, 2, 2, 1]),
-        ("E|t*4|(tt)*2|L", [0, 4, 4, 0]),
-        ("Ett, t | tL", [3, 1]),
-    ],
-)
-def test_layout_strings(cut, sizes):
-    assert chunk_sizes(cut) == sizes
-
-
-def test_an_unknown_letter_in_a_layout_is_refused():
-    with pytest.raises(ValueError, match="only E, t, L"):
-        chunk_sizes("Ex|tL")
+from megatron_dsv41.experiments.memory import Layout, activation_bytes, memory_per_rank
 
 
 def test_virtual_chunks_go_around_the_pipeline():
