@@ -20,6 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OP=PROVIDER",
         help="implementation of an op, a family, or '*' (default: ref everywhere); may be repeated",
     )
+    parser.add_argument(
+        "--layout",
+        metavar="tp=2,pp=2,...",
+        help="run in this layout on processes of this machine (tp, sp, pp, vpp, cp, ep, etp, dp, layout, recompute)",
+    )
     parser.add_argument("--worst", type=int, default=8, help="gradients to list, worst first (default: 8)")
 
 
@@ -32,9 +37,18 @@ def run(args: argparse.Namespace) -> int:
     if bad:
         raise ValueError(f"--ops {bad[0]}: write OP=PROVIDER, for example csa2=triton")
     case = ParityCase.load(args.folder)
-    ops = Ops(dict(choice.split("=", 1) for choice in args.ops))
-    report = compare(case, run_transformer(case, ops, args.device))
-    print_report(case.folder.name, case.config.dtype, report, args.worst)
+    choice = dict(choice.split("=", 1) for choice in args.ops)
+    ops = Ops(choice)
+    if args.layout is None:
+        results, title = run_transformer(case, ops, args.device), case.folder.name
+    else:
+        if args.device != "cpu":
+            raise ValueError(f"--layout runs on the CPU, --device {args.device} does not go with it")
+        from megatron_dsv41.backends.megatron.parity import start_layout
+
+        results, title = start_layout(args.folder, args.layout, choice), f"{case.folder.name}, {args.layout}"
+    report = compare(case, results)
+    print_report(title, case.config.dtype, report, args.worst)
     if args.json:
         print(json.dumps(report.summary()))
     return 1 if report.failures else 0

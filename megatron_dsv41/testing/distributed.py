@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -96,7 +97,7 @@ class Ranks:
             if error is not None:
                 # The others may wait for this rank in a collective forever: leaving the context ends them.
                 raise AssertionError(f"rank {rank} failed:\n{error}")
-            values[rank] = value
+            values[rank] = pickle.loads(value)
         return [values[rank] for rank in range(len(self.processes))]
 
     def _check_alive(self, values: dict[int, Any], deadline: float, timeout: float) -> None:
@@ -149,7 +150,8 @@ def _rank_main(
         value = _find(where, name)(*args, **kwargs)
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-        results.put((rank, value, None))
+        # By value: the tensors of a queue live in memory that ends with this process.
+        results.put((rank, pickle.dumps(value), None))
     except BaseException:  # whatever it was, the parent reports it
         results.put((rank, None, traceback.format_exc()))
     results.close()

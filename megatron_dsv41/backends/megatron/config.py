@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron_dsv41.backends.megatron.pipeline import stage_layers
+from megatron_dsv41.backends.megatron.layouts import stage_layers
 from megatron_dsv41.config import DSV41Config, nearest
 from megatron_dsv41.parallel.stages import layout_string
 from megatron_dsv41.phase import Phase
-from megatron_dsv41.run_config import Run
+from megatron_dsv41.run_config import Parallel, Run
 
 
 @dataclasses.dataclass
@@ -199,3 +199,55 @@ def transformer_config(run: Run, arguments: Any) -> DSV41TransformerConfig:
     config.seed = run.train.seed
     config.recompute_blocks = run.train.recompute == "block"
     return config
+
+
+def bare_transformer_config(
+    architecture: DSV41Config, phase: Phase, parallel: Parallel, ops: dict[str, str], recompute: bool = False
+) -> DSV41TransformerConfig:
+    """The TransformerConfig of a model without a trainer."""
+    dtype, interleaved = getattr(torch, architecture.dtype), parallel.vpp > 1
+    experts: dict[str, Any] = {}
+    if parallel.ep > 1 or parallel.expert_tp != parallel.tp:
+        experts = {
+            "num_moe_experts": architecture.n_routed_experts,
+            "moe_router_topk": architecture.num_experts_per_tok,
+            "moe_token_dispatcher_type": parallel.dispatcher,
+        }
+    pipeline: dict[str, Any] = {}
+    if parallel.pp > 1:
+        pipeline = {
+            "pipeline_model_parallel_layout": layout_string(stage_layers(architecture, parallel)),
+            "virtual_pipeline_model_parallel_size": parallel.vpp if interleaved else None,
+            "overlap_p2p_comm": interleaved,
+            "batch_p2p_comm": not interleaved,
+        }
+    return DSV41TransformerConfig(
+        num_layers=architecture.num_hidden_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.moe_intermediate_size,
+        num_attention_heads=architecture.num_attention_heads,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        deallocate_pipeline_outputs=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expert_tp,
+        sequence_parallel=parallel.sp,
+        **experts,
+        **pipeline,
+        architecture=architecture,
+        phase=phase,
+        ops=ops,
+        recompute_blocks=recompute,
+    )

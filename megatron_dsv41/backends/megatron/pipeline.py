@@ -5,27 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dsv41.backends.megatron.layouts import stage_layers
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.layer_plan import plan_layers
 from megatron_dsv41.parallel.boundary import BoundaryCodec, boundary_fields
-from megatron_dsv41.parallel.stages import even_stages, parse_layout
 from megatron_dsv41.phase import Phase
 from megatron_dsv41.run_config import Parallel
-
-
-def stage_layers(config: DSV41Config, parallel: Parallel) -> list[range]:
-    """Layers of every stage in pipeline order: stage = chunk * pp + pipeline rank."""
-    stages = parallel.pp * parallel.vpp
-    if parallel.layout is not None:
-        return parse_layout(parallel.layout, config.num_hidden_layers, stages)
-    return even_stages(config.num_hidden_layers, stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +30,18 @@ class Boundaries:
     one_length: bool
     context_shards: int
     stream_shards: int
+
+    @classmethod
+    def of(cls, config: DSV41Config, phase: Phase, parallel: Parallel) -> Self:
+        """The pipeline of a layout."""
+        return cls(
+            config=config,
+            phase=phase,
+            stages=tuple(stage_layers(config, parallel)),
+            one_length=parallel.vpp > 1,
+            context_shards=parallel.cp,
+            stream_shards=parallel.tp if parallel.sp else 1,
+        )
 
     def codec(self, boundary: int, batch: int, seq: int) -> BoundaryCodec:
         """The codec of the cut before layer `boundary` for micro-batches of `batch` whole sequences of `seq` tokens."""

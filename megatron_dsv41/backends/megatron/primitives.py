@@ -6,8 +6,6 @@ table is whole on every rank.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -156,22 +154,3 @@ class VocabularyPart(Table):
 
 def _between_sites(role: str) -> bool:
     return any(role == name or (name.endswith(".") and role.startswith(name)) for name in BETWEEN_SITES)
-
-
-def check_divisible(config: DSV41Config, tp: int, etp: int, ep: int) -> None:
-    """ValueError for the first size that an axis does not divide, with the largest value that works."""
-    limits = {
-        "parallel.tp": (tp, {
-            "o_groups (output groups)": config.o_groups,
-            "num_attention_heads": config.num_attention_heads,
-            "moe_intermediate_size": config.moe_intermediate_size,
-            "vocab_size": config.vocab_size,
-        }),
-        "parallel.etp": (etp, {"moe_intermediate_size": config.moe_intermediate_size}),
-        "parallel.ep": (ep, {"n_routed_experts": config.n_routed_experts}),
-    }  # fmt: skip
-    for setting, (size, sizes) in limits.items():
-        for name, value in sizes.items():
-            if value % size:
-                best = math.gcd(value, size)
-                raise ValueError(f"{setting} {size} does not divide {name} {value}: set {setting}={best}")

@@ -26,10 +26,10 @@ from megatron_dsv41.backends.megatron.data import MicroBatch, StepFeed, Tokenize
 from megatron_dsv41.backends.megatron.faults import FaultCheck
 from megatron_dsv41.backends.megatron.initial import load_weights, open_weights
 from megatron_dsv41.backends.megatron.layout import Layout
+from megatron_dsv41.backends.megatron.layouts import check_layout, sequence_pieces
 from megatron_dsv41.backends.megatron.model import DSV41Model
 from megatron_dsv41.backends.megatron.optimizer_mixed import MegatronMixedOptimizer
-from megatron_dsv41.backends.megatron.pipeline import Boundaries, communicator, stage_layers
-from megatron_dsv41.backends.megatron.primitives import check_divisible
+from megatron_dsv41.backends.megatron.pipeline import Boundaries, communicator
 from megatron_dsv41.backends.megatron.progress import Reporter
 from megatron_dsv41.backends.megatron.router_bias import load_metrics, update_router_biases
 from megatron_dsv41.checkpoint.sources import StateSource
@@ -78,7 +78,7 @@ class Trainer:
         self.model_config = DSV41ModelConfig(
             transformer=config,
             token_map=corpus.token_map,
-            boundaries=boundaries_of(run),
+            boundaries=Boundaries.of(self.architecture, run.phase, run.parallel),
             vocab_size=self.architecture.vocab_size,
         )
         if checked.weights is not None:
@@ -316,42 +316,21 @@ def _open_run(run: Run) -> int | None:
 
 def refuse_unsupported(run: Run) -> None:
     """ValueError for every layout that this backend cannot compute, with the setting, its limit and the fix."""
-    parallel, config = run.parallel, run.architecture()
-    check_divisible(config, parallel.tp, parallel.expert_tp, parallel.ep)
-    stage_layers(config, parallel)
-    shards = parallel.cp * (parallel.tp if parallel.sp else 1)
-    if run.data.seq_length % shards:
+    parallel, config, seq = run.parallel, run.architecture(), run.data.seq_length
+    check_layout(config, parallel)
+    pieces = sequence_pieces(parallel)
+    if seq % pieces:
         raise ValueError(
-            f"data.seq_length {run.data.seq_length} is not a multiple of the {shards} pieces that parallel.cp and "
-            f"parallel.sp cut it into"
+            f"data.seq_length {seq} is not a multiple of the {pieces} pieces that parallel.cp and parallel.sp cut it into"
         )
     halo = config.sliding_window - 1
-    if parallel.cp > 1 and run.data.seq_length // parallel.cp < halo:
+    if parallel.cp > 1 and seq // parallel.cp < halo:
         raise ValueError(
-            f"parallel.cp {parallel.cp} leaves {run.data.seq_length // parallel.cp} tokens per rank, the window's halo "
-            f"of {halo} must come from one neighbour: set parallel.cp to at most {run.data.seq_length // halo}"
+            f"parallel.cp {parallel.cp} leaves {seq // parallel.cp} tokens per rank, but the window's halo of {halo} must "
+            f"come from one neighbour: set parallel.cp to at most {max(1, seq // halo)}"
         )
     if parallel.cp > 1 and run.batch.micro > 1:
         raise ValueError(f"parallel.cp {parallel.cp} needs batch.micro=1, got {run.batch.micro}")
-    if parallel.vpp > 1 and parallel.pp == 1:
-        raise ValueError("parallel.vpp interleaves the stages of several pipeline ranks: it needs parallel.pp > 1")
-    if parallel.tp > 1 and not parallel.sp and (parallel.ep > 1 or parallel.expert_tp != parallel.tp):
-        raise ValueError("experts split otherwise than the rest need parallel.sp=true where parallel.tp > 1")
-    if parallel.expert_tp not in (1, parallel.tp):
-        raise ValueError(f"parallel.etp {parallel.expert_tp} must be 1 or parallel.tp = {parallel.tp}")
-
-
-def boundaries_of(run: Run) -> Boundaries:
-    """Stages of a run and what crosses between them."""
-    parallel, config = run.parallel, run.architecture()
-    return Boundaries(
-        config=config,
-        phase=run.phase,
-        stages=tuple(stage_layers(config, parallel)),
-        one_length=parallel.vpp > 1,
-        context_shards=parallel.cp,
-        stream_shards=parallel.tp if parallel.sp else 1,
-    )
 
 
 def open_corpus(run: Run) -> Corpus:
