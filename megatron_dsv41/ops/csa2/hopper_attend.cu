@@ -76,6 +76,9 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, int parity) {
 template <int BARRIER, int COUNT> __device__ __forceinline__ void meet() {  // of COUNT threads
     asm volatile("bar.sync %0, %1;\n" ::"n"(BARRIER), "n"(COUNT) : "memory");
 }
+template <int BARRIER, int COUNT> __device__ __forceinline__ void announce() {  // arrive without waiting
+    asm volatile("bar.arrive %0, %1;\n" ::"n"(BARRIER), "n"(COUNT) : "memory");
+}
 template <int COUNT> __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(COUNT));
 }
@@ -199,31 +202,61 @@ __device__ __forceinline__ int list_slots(int* ids, int* scratch, const int* top
 
 // 256 threads start copying the 64 table rows `ids` into a tile; unused slots become 0.
 __device__ __forceinline__ void gather(u32 tile, const u16* table, const int* ids, int tid) {
-    const int chunk = tid % 64;
+    const int chunk = tid % 64, first = tid / 64 * 16;
+    const u32 to = tile + chunk / 8 * COLUMN_BLOCK + first * 128;
+    const u16* from = table + chunk * 8;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        const int row = i * 4 + tid / 64, id = ids[row];
-        copy16(tile + swizzled(row, chunk), table + (long long)max(id, 0) * DIM + chunk * 8, id >= 0 ? 16 : 0);
+    for (int i = 0; i < 16; i += 4) {
+        const int4 four = *reinterpret_cast<const int4*>(ids + first + i);
+        const int id[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int row = i + j;
+            copy16(to + row * 128 + ((chunk % 8 ^ row % 8) << 4), from + (long long)max(id[j], 0) * DIM, id[j] >= 0 ? 16 : 0);
+        }
     }
 }
 
-// Loads the token's heads [num_heads, 512] into a tile, packed; rows past num_heads are 0.
-__device__ __forceinline__ void load_heads(unsigned char* tile, const u16* from, int num_heads) {
-    const int row = threadIdx.x / 4, part = threadIdx.x % 4;
+// Four of the eight 16-channel pieces of q, grad_out and out that a thread of the backward brings in: thread t has row
+// t / 4. Kept in registers between `load` and `store`, so that other latencies hide behind these.
+struct Heads {
+    Vec q[4][2], grad[4][2], out[4][2];
+
+    __device__ __forceinline__ void load(const u16* q_row, const u16* grad_row, const u16* out_row, int part, bool real) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int pair = i * 4 + part;
-        Vec a = {0, 0, 0, 0}, b = {0, 0, 0, 0};
-        if (row < num_heads) {
-            const Vec* source = reinterpret_cast<const Vec*>(from + row * DIM + pair * 16);
-            a = source[0];
-            b = source[1];
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int at = (i * 4 + threadIdx.x % 4) * 2 + j + part * 32;
+                const Vec zero = {0, 0, 0, 0};
+                q[i][j] = real ? reinterpret_cast<const Vec*>(q_row)[at] : zero;
+                grad[i][j] = real ? reinterpret_cast<const Vec*>(grad_row)[at] : zero;
+                out[i][j] = real ? reinterpret_cast<const Vec*>(out_row)[at] : zero;
+            }
         }
-        pack16(a, b);
-        *reinterpret_cast<Vec*>(tile + swizzled(row, pair * 2)) = a;
-        *reinterpret_cast<Vec*>(tile + swizzled(row, pair * 2 + 1)) = b;
     }
-}
+    // Writes both tiles, packed; returns this thread's part of sum(out * grad_out).
+    __device__ __forceinline__ float store(unsigned char* q_tile, unsigned char* grad_tile, int part) {
+        float dot = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const Vec a = out[i][j], b = grad[i][j];
+                dot += dot2(a.x, b.x) + dot2(a.y, b.y) + dot2(a.z, b.z) + dot2(a.w, b.w);
+            }
+            pack16(q[i][0], q[i][1]);
+            pack16(grad[i][0], grad[i][1]);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const u32 at = swizzled(threadIdx.x / 4, (i * 4 + threadIdx.x % 4) * 2 + j + part * 32);
+                *reinterpret_cast<Vec*>(q_tile + at) = q[i][j];
+                *reinterpret_cast<Vec*>(grad_tile + at) = grad[i][j];
+            }
+        }
+        return dot;
+    }
+};
 
 // Warpgroup 0 keeps q in registers (the last 64 channels in shared memory) and turns blocks of 64 slots into probabilities; warpgroups 1 and 2 gather the keys,
 // three blocks ahead, and each sums half of the output's channels. The running maximum moves only by more than 2^8, so
@@ -425,30 +458,25 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
     const long long token = blockIdx.x, heads_at = token * num_heads * DIM;
     const float scale_log2 = (float)scale * LOG2E;
 
+    Heads heads;
+    const int head = tid / 4;
+    const long long head_at = heads_at + head * DIM;
+    const bool real = head < num_heads;
+    const float head_lse = real ? lse[token * num_heads + head] * LOG2E : INFINITE;
+    heads.load(q + head_at, grad_out + head_at, out + head_at, 0, real);
     const int blocks = list_slots<THREADS>(ids, scratch, topk + token * num_topk, token + offset - (window - 1), start[token],
                                   window, num_topk, num_window);
     if (blocks > 0) gather(shared_address(k_tile), table, ids, tid);
     copy_commit();
-    load_heads(q_tile, q + heads_at, num_heads);
-    load_heads(g_tile, grad_out + heads_at, num_heads);
-    {
-        const int r = tid / 4, part = tid % 4;
-        float dot = 0.0f;
-        if (r < num_heads) {
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                const long long at = heads_at + r * DIM + (i * 4 + part) * 8;
-                const Vec a = *reinterpret_cast<const Vec*>(out + at), b = *reinterpret_cast<const Vec*>(grad_out + at);
-                dot += dot2(a.x, b.x) + dot2(a.y, b.y) + dot2(a.z, b.z) + dot2(a.w, b.w);
-            }
-        }
-        dot += __shfl_xor_sync(0xffffffffu, dot, 1);
-        dot += __shfl_xor_sync(0xffffffffu, dot, 2);
-        if (part == 0) {
-            row_stats[r] = r < num_heads ? lse[token * num_heads + r] * LOG2E : INFINITE;
-            row_stats[ROWS + r] = dot;
-            if (r < num_heads) delta[token * num_heads + r] = dot;
-        }
+    float dot = heads.store(q_tile, g_tile, 0);
+    heads.load(q + head_at, grad_out + head_at, out + head_at, 1, real);
+    dot += heads.store(q_tile, g_tile, 1);
+    dot += __shfl_xor_sync(0xffffffffu, dot, 1);
+    dot += __shfl_xor_sync(0xffffffffu, dot, 2);
+    if (tid % 4 == 0) {
+        row_stats[head] = head_lse;
+        row_stats[ROWS + head] = dot;
+        if (real) delta[token * num_heads + head] = dot;
     }
     if (tid == 0 && token + 132 < num_tokens) {
         const long long next = heads_at + 132ll * num_heads * DIM;
@@ -472,6 +500,7 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
         fence_async();
         __syncthreads();
         float s[32], grad[2][32];
+        if (group == 1) meet<4, THREADS>();  // S comes first, so that P is formed while dP runs
         mma_fence();
 #pragma unroll
         for (int k = 0; k < DIM / 16; ++k)  // warpgroup 0: S = q . k; warpgroup 1: dP = grad_out . k
@@ -479,6 +508,7 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
         mma_commit();
         mma_wait<0>();
         if (group == 0) {
+            announce<4, THREADS>();
             const float lse0 = row_stats[row], lse1 = row_stats[row + 8];
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
@@ -495,8 +525,11 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
                 }
             }
             fence_async();
+            meet<5, 128>();
+            announce<6, THREADS>();
+        } else {
+            meet<6, THREADS>();
         }
-        __syncthreads();
         auto add_product = [&](float (&sum)[32], u64 weights, u64 heads, int chunk, int add) {
 #pragma unroll
             for (int k = 0; k < ROWS / 16; ++k)
