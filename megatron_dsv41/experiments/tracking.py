@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ class Metrics:
     def __init__(self, folder: str | Path, resume_step: int):
         self.path = Path(folder) / METRICS_FILE
         kept = [row for row in read_metrics(folder) if row["step"] <= resume_step]
-        _write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.stream = self.path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -64,6 +64,7 @@ class WandbRun:
         entity: str | None = None,
         name: str | None = None,
         tags: tuple[str, ...] = (),
+        group: str | None = None,
         config: Mapping[str, Any] | None = None,
     ):
         import wandb
@@ -71,7 +72,7 @@ class WandbRun:
         folder = Path(folder)
         id_file = folder / RUN_ID_FILE
         if not id_file.exists():
-            _write_whole(id_file, uuid.uuid4().hex[:12])
+            write_whole(id_file, uuid.uuid4().hex[:12])
         self.id = id_file.read_text().strip()
         self.run = wandb.init(
             id=self.id,
@@ -81,6 +82,7 @@ class WandbRun:
             entity=entity,
             name=name,
             tags=list(tags),
+            group=group,  # None: what WANDB_RUN_GROUP says
             config=dict(config or {}),
             dir=str(folder),
         )
@@ -91,12 +93,26 @@ class WandbRun:
         """Send one row."""
         self.run.log(dict(values), step=step)
 
+    def summarize(self, row: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Put a row into the run's summary and facts into its config."""
+        run: Any = self.run
+        run.summary.update(dict(row))
+        run.config.update(dict(facts), allow_val_change=True)
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log rows of equal keys as a table, for reports."""
+        import wandb
+
+        columns: list[Any] = list(rows[0])
+        self.run.log({name: wandb.Table(columns=columns, data=[[row[c] for c in columns] for row in rows])})
+
     def close(self, exit_code: int = 0) -> None:
         """Finish the run."""
         self.run.finish(exit_code=exit_code)
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Replace `path` by `text`: a reader or a crash sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)

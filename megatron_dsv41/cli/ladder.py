@@ -1,0 +1,151 @@
+"""`dsv41 ladder`: scaling ladders, from one file."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dsv41.experiments.ladder import Ladder, load_ladder
+from megatron_dsv41.experiments.ladder_cells import PlannedCell, plan_cells
+
+HELP = "scaling ladders: plan, run, status, collect, fit, predict, plot, from one file"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One sub-command per step of a ladder; all take the ladder file first."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    for name, (what, _) in ACTIONS.items():
+        parsers[name] = actions.add_parser(name, help=what, description=what)
+        parsers[name].add_argument("file", metavar="LADDER.yaml", help="ladder file")
+        if name != "run":
+            parsers[name].add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    run = parsers["run"].add_argument
+    run("--cells", metavar="GLOB", default="*", help="only cells whose name matches, such as 'base-d8-*'")
+    run("--slots", type=int, help="cells at a time (default: GPUs / hardware.ranks, on CPUs 1)")
+    run("--launcher", choices=("auto", "srun"), default="auto", help="auto: python or torchrun on this machine")
+    run("--slurm", action="store_true", help="write one Slurm script per unfinished cell instead of running")
+    run("--submit", action="store_true", help="with --slurm: also sbatch them")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do one action; 0, or 1 when it says no."""
+    return ACTIONS[args.action][1](args, load_ladder(args.file))
+
+
+def _plan(args: argparse.Namespace, ladder: Ladder) -> int:
+    from megatron_dsv41.cli.ladder_tables import print_plan
+    from megatron_dsv41.experiments.ladder_plan import describe_ladder
+
+    report = describe_ladder(ladder, plan_cells(ladder))
+    _show(args, report, print_plan)
+    return 1 if report["problems"] else 0
+
+
+def _run(args: argparse.Namespace, ladder: Ladder) -> int:
+    from megatron_dsv41.experiments.collect import start_facts
+    from megatron_dsv41.experiments.ladder_run import Machine, Runner
+    from megatron_dsv41.experiments.ladder_tracking import track_cell
+
+    cells = [cell for cell in plan_cells(ladder) if fnmatch.fnmatch(cell.id, args.cells)]
+    if not cells:
+        raise ValueError(f"no cell matches --cells {args.cells!r}: dsv41 ladder plan lists them")
+    if args.slurm:
+        return _write_slurm(args, ladder, cells)
+    devices = _devices() if args.launcher == "auto" else ()
+    ranks = ladder.hardware.ranks
+    if devices and len(devices) < ranks:
+        raise ValueError(f"hardware.ranks {ranks} exceeds the {len(devices)} GPUs of this machine")
+    machine = Machine(slots=args.slots or max(1, len(devices) // ranks), devices=devices, launcher=args.launcher)
+    failed = Runner(
+        ladder,
+        machine,
+        facts=start_facts(),
+        digest=_data_digest,
+        finished=lambda planned: track_cell(ladder, planned),
+        say=lambda text: print(text, flush=True),
+    ).run(cells)
+    unfinished = f"; failed: {' '.join(failed)}" if failed else ""
+    print(f"{len(cells) - len(failed)} of {len(cells)} cells finished{unfinished}")
+    return 1 if failed else 0
+
+
+def _write_slurm(args: argparse.Namespace, ladder: Ladder, cells: Sequence[PlannedCell]) -> int:
+    from megatron_dsv41.experiments.ladder_run import write_slurm_script
+    from megatron_dsv41.experiments.ladder_state import State, status_of
+
+    for cell in cells:
+        if status_of(cell).state is State.FINISHED:
+            continue
+        script = write_slurm_script(ladder, Path(args.file).absolute(), cell)
+        print(script, flush=True)
+        if args.submit:
+            subprocess.run(["sbatch", str(script)], check=True)
+    return 0
+
+
+def _status(args: argparse.Namespace, ladder: Ladder) -> int:
+    from megatron_dsv41.cli.ladder_tables import print_status
+    from megatron_dsv41.experiments.ladder_state import status_of
+
+    rows = [{"cell": cell.id, **dataclasses.asdict(status_of(cell))} for cell in plan_cells(ladder)]
+    _show(args, {"name": ladder.name, "cells": rows}, print_status)
+    return 0
+
+
+def _collect(args: argparse.Namespace, ladder: Ladder) -> int:
+    from megatron_dsv41.cli.ladder_tables import print_rows
+    from megatron_dsv41.experiments.collect import collect, flat_row, mixed, write_rows
+    from megatron_dsv41.experiments.ladder_tracking import track_ladder
+
+    cells = plan_cells(ladder)
+    rows = collect(cells)
+    files = write_rows(Path(ladder.folder), rows)
+    track_ladder(ladder, rows)
+    report = {
+        "rows": [flat_row(row) for row in rows],
+        "missing": len(cells) - len(rows),
+        "differences": mixed(rows),
+        "files": [str(path) for path in files],
+    }
+    _show(args, report, print_rows)
+    return 0
+
+
+ACTIONS: dict[str, tuple[str, Callable[[argparse.Namespace, Ladder], int]]] = {
+    "plan": ("show rungs, parameters, tokens, FLOPs, memory and hours of every cell; starts nothing", _plan),
+    "run": ("start missing cells, resume interrupted ones, skip finished ones", _run),
+    "status": ("show how far every cell is", _status),
+    "collect": ("write one row per finished cell: rows.jsonl and rows.csv in the ladder's folder", _collect),
+}
+
+
+def _show(args: argparse.Namespace, report: dict[str, Any], table: Callable[[dict[str, Any]], None]) -> None:
+    if args.json:
+        print(json.dumps(report))
+    else:
+        table(report)
+
+
+def _data_digest(planned: PlannedCell) -> str:
+    """Of the prepared files of a cell, training and validation."""
+    from megatron_dsv41.data.prepared import cache_key
+
+    return cache_key([*planned.run.data.train, *planned.run.data.valid])
+
+
+def _devices() -> tuple[str, ...]:
+    """GPUs of this machine as values for CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(part for part in visible.split(",") if part.strip())
+    import torch
+
+    return tuple(map(str, range(torch.cuda.device_count())))
