@@ -96,7 +96,7 @@ class MegatronMixedOptimizer(MegatronOptimizer):
 
     def _counts(self, part: Part) -> bool:
         """Not a copy: of a parameter that tensor parallelism keeps whole, or of another stage's."""
-        copied = self._copy_index(part) > 0 or getattr(part.parameter, "shared", False)
+        copied = self._copy_index(part) > 0 or _is_shadow(part)
         return not copied and part.name not in self.frozen
 
     @torch.no_grad()
@@ -170,7 +170,7 @@ class MegatronMixedOptimizer(MegatronOptimizer):
             global_shape=whole_shape(part.parameter, self.layout),
             global_offset=tuple(offset),
             axis_fragmentations=None,  # owners' parts need not be equal
-            replica_id=(0, self._copy_index(part), 0),
+            replica_id=(int(_is_shadow(part)), self._copy_index(part), 0),
         )
 
     def _step_entry(self, part: Part, step: Tensor) -> ShardedTensor:
@@ -184,12 +184,17 @@ class MegatronMixedOptimizer(MegatronOptimizer):
             global_shape=(1,),
             global_offset=(0,),
             axis_fragmentations=None,
-            replica_id=(0, self._copy_index(part), int(elsewhere)),
+            replica_id=(int(_is_shadow(part)), self._copy_index(part), int(elsewhere)),
         )
 
     def _copy_index(self, part: Part) -> int:
         """0, or which copy of a parameter that tensor parallelism keeps whole this is."""
         return 0 if cuts_of(part.parameter) or is_expert(part.parameter) else self.tp_rank
+
+
+def _is_shadow(part: Part) -> bool:
+    """The parameter is another stage's, which has its own copy of the state."""
+    return getattr(part.parameter, "shared", False)
 
 
 def optimizer_table(run: Run) -> tuple[ParameterGroup, ...]:

@@ -1,12 +1,15 @@
 """The published optimizer in every layout: given one gradient, every parameter moves as in one process."""
 
+import subprocess
 import zlib
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_dsv41.backends.megatron import checkpoints
 from megatron_dsv41.checkpoint.mapping import bind
+from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.optim.optimizer import whole_optimizer
 from megatron_dsv41.testing.distributed import run_ranks
 from megatron_dsv41.testing.tiny_run import tiny_run
@@ -127,7 +130,7 @@ def check_layout(steps, arguments, *rest):
         (2, ("parallel.ep=2",)),
         (4, ("parallel.tp=2", "parallel.sp=true")),
         (4, ("parallel.tp=2", "parallel.pp=2")),
-        (4, ("parallel.tp=2", "parallel.ep=2")),
+        (4, ("parallel.tp=2", "parallel.sp=true", "parallel.ep=2")),
         (4, ("parallel.ep=2",)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
@@ -141,7 +144,7 @@ def test_one_gradient_one_update(home, world, layout):
     "first,then",
     [
         ((4, ("parallel.tp=2",)), (1, ())),
-        ((1, ()), (4, ("parallel.tp=2", "parallel.ep=2"))),
+        ((1, ()), (4, ("parallel.tp=2", "parallel.sp=true", "parallel.ep=2"))),
         ((2, ()), (2, ("parallel.pp=2",))),
     ],
     ids=["tp2dp2-1", "1-tp2ep2", "dp2-pp2"],
@@ -150,3 +153,65 @@ def test_state_moves_between_layouts(home, tmp_path, first, then):
     folder = tmp_path / "state"
     run_ranks(check_layout, first[0], 2, settings(home, *first[1]), folder)
     assert max(run_ranks(check_layout, then[0], 3, settings(home, *then[1]), folder, 2)) < 1e-5
+
+
+def train(folder, *overrides):
+    """On a rank."""
+    from megatron_dsv41.backends.megatron.train import train
+
+    return train(tiny_run(folder, *overrides))
+
+
+def run_settings(home, name, *overrides):
+    common = ("train.steps=4", "checkpoint.interval=2", "batch.micro=1", "batch.sequences=4", "schedule.warmup=1")
+    return home, f"checkpoint.folder={home / name}", *common, *overrides
+
+
+def stored(folder, step):
+    """Everything in a checkpoint, model and optimizer, by key."""
+    from megatron.core.dist_checkpointing.serialization import load_plain_tensors
+
+    return load_plain_tensors(str(checkpoints.checkpoint_path(folder, step)))
+
+
+def compare_checkpoints(one, two, step):
+    """On a rank: keys where two checkpoints differ, by bits."""
+    one, two = stored(one, step), stored(two, step)
+    assert set(one) == set(two)
+    return [
+        key for key in one if key.startswith(("optimizer.", "layers", "embed")) and not torch.equal(one[key], two[key])
+    ]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resume_is_bitwise(home, precision):
+    overrides = ("optimizer.name=published", f"train.precision={precision}", "optimizer.momentum_dtype=bfloat16")
+    whole, halved = f"whole_{precision}", f"halved_{precision}"
+    assert run_ranks(train, 2, *run_settings(home, whole, *overrides)) == [0, 0]
+    (home / halved).mkdir()
+    for name in ("iter_0000002", "run.yaml"):
+        subprocess.run(["cp", "-r", home / whole / name, home / halved / name], check=True)
+    assert run_ranks(train, 2, *run_settings(home, halved, *overrides)) == [0, 0]
+    assert run_ranks(compare_checkpoints, 1, home / whole, home / halved, 4) == [[]]
+    rows = [
+        {row["step"]: row["loss"] for row in read_metrics(home / name) if "loss" in row} for name in (whole, halved)
+    ]
+    assert rows[0][3] == rows[1][3] and rows[0][4] == rows[1][4]
+
+
+def frozen_parts(folder, names):
+    """On a rank: which of these tensors stay equal between steps 2 and 4. Router biases must be fp32 and move."""
+    early, late = stored(folder, 2), stored(folder, 4)
+    biases = [late[name] for name in names if name.endswith(".gate.bias")]
+    assert biases and all(bias.dtype is torch.float32 and bias.abs().max() > 0 for bias in biases)
+    return {name for name in names if torch.equal(early[name], late[name])}
+
+
+@pytest.mark.parametrize("name", ["published", "adamw"])
+def test_frozen_parameters_do_not_move(home, name):
+    overrides = (f"optimizer.name={name}", "optimizer.frozen=[layers.5.attn.*]", "train.precision=bf16")
+    assert run_ranks(train, 1, *run_settings(home, f"frozen_{name}", *overrides)) == [0]
+    names = {b.native for b in bind(tiny_run(home).architecture())}
+    (same,) = run_ranks(frozen_parts, 1, home / f"frozen_{name}", names)
+    still = {name for name in names if ".indexer." in name or name.startswith("layers.5.attn.")}
+    assert same == still | {name for name in names if name.endswith(".gate.bias_vl")}  # the corpus has no images
