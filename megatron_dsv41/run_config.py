@@ -235,7 +235,8 @@ class Run:
         warmup, stable, cosine = self.lr_steps
         if warmup + stable + cosine > self.steps:
             raise ValueError(
-                f"schedule: warmup {warmup} + stable {stable} + cosine {cosine} steps exceed the run's {self.steps} steps"
+                f"schedule: warmup {warmup} + stable {stable} + cosine {cosine} steps exceed the run's "
+                f"{self.steps} steps"
             )
 
     @property

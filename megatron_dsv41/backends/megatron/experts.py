@@ -84,7 +84,7 @@ class DispatchedExperts(nn.Module):
     def _route(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
         probs_TE = weights_TK.new_zeros(x_TD.shape[0], self.num_experts).scatter(1, indices_TK, weights_TK)
         chosen_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter(1, indices_TK, True)
-        # Dispatchers keep what they need between calls on themselves: one per forward pass, so that nothing outlives it.
+        # Dispatchers keep what they need between calls on themselves: one per forward pass, so nothing outlives it.
         dispatcher = self._dispatcher()
         tokens, probs = dispatcher.dispatch_preprocess(x_TD, chosen_TE, probs_TE)
         tokens, probs = dispatcher.token_dispatch(tokens, probs)

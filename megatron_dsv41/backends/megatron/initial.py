@@ -13,7 +13,7 @@ from megatron_dsv41.config import DSV41Config
 
 
 def open_weights(path: str | Path, config: DSV41Config) -> StateSource:
-    """A folder in the released layout or one that `dsv41 convert import` wrote. ValueError listing what does not fit."""
+    """A folder in the released layout, or what `dsv41 convert import` wrote. ValueError listing what does not fit."""
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"train.init_from {path} is not a folder with a checkpoint")

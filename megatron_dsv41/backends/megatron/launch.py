@@ -79,8 +79,8 @@ def check_world(run: Run, world_size: int) -> int:
     expert_size = parallel.expert_tp * parallel.ep * parallel.pp
     if world_size % expert_size:
         raise ValueError(
-            f"{world_size} processes cannot be split into etp {parallel.expert_tp} x ep {parallel.ep} x pp {parallel.pp} = "
-            f"{expert_size}: start a multiple of {expert_size} processes"
+            f"{world_size} processes cannot be split into etp {parallel.expert_tp} x ep {parallel.ep} x pp "
+            f"{parallel.pp} = {expert_size}: start a multiple of {expert_size} processes"
         )
     data_size = world_size // model_size
     if run.sequences_per_step % (run.batch.micro * data_size):

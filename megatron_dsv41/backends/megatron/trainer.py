@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -41,8 +41,6 @@ from megatron_dsv41.experiments.flops import count_parameters
 from megatron_dsv41.layer_plan import plan_layers
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.run_config import Run
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -253,7 +251,7 @@ class Trainer:
         return (
             f"{count_parameters(self.architecture).backbone:,} backbone parameters, {run.train.precision}, "
             f"{world} x {launch.device().type}: dp {self.groups.dp.size()} {split}; from {start}\n"
-            f"batch {run.sequences_per_step} x {run.data.seq_length} = {run.tokens_per_step} tokens, {run.steps} steps, "
+            f"batch {run.sequences_per_step} x {run.data.seq_length} = {run.tokens_per_step} tokens, {run.steps} steps "
             f"into {run.checkpoint.folder}\nops:\n{Ops(run.ops).table()}"
         )
 
@@ -321,13 +319,13 @@ def refuse_unsupported(run: Run) -> None:
     pieces = sequence_pieces(parallel)
     if seq % pieces:
         raise ValueError(
-            f"data.seq_length {seq} is not a multiple of the {pieces} pieces that parallel.cp and parallel.sp cut it into"
+            f"data.seq_length {seq} is not a multiple of the {pieces} pieces that parallel.cp and sp cut it into"
         )
     halo = config.sliding_window - 1
     if parallel.cp > 1 and seq // parallel.cp < halo:
         raise ValueError(
-            f"parallel.cp {parallel.cp} leaves {seq // parallel.cp} tokens per rank, but the window's halo of {halo} must "
-            f"come from one neighbour: set parallel.cp to at most {max(1, seq // halo)}"
+            f"parallel.cp {parallel.cp} leaves {seq // parallel.cp} tokens per rank, but the window's halo of {halo} "
+            f"must come from one neighbour: set parallel.cp to at most {max(1, seq // halo)}"
         )
     if parallel.cp > 1 and run.batch.micro > 1:
         raise ValueError(f"parallel.cp {parallel.cp} needs batch.micro=1, got {run.batch.micro}")
@@ -345,7 +343,7 @@ def open_corpus(run: Run) -> Corpus:
     return Corpus(token_map.ids, config.eos_token_id, cache_key(prefixes))
 
 
-def on_first(function: Callable[[], T]) -> T:
+def on_first[T](function: Callable[[], T]) -> T:
     """`function()` on rank 0 only; every rank gets its value or raises its error."""
     outcome: list[Any] = [None, None]
     if torch.distributed.get_rank() == 0:

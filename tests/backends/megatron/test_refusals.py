@@ -1,4 +1,4 @@
-"""What a run cannot do is refused before its first step, by name; what breaks later leaves the last checkpoint whole."""
+"""What a run cannot do is refused before its first step; what breaks later leaves the last checkpoint whole."""
 
 import shutil
 from pathlib import Path
@@ -48,7 +48,7 @@ CASES = {
     "batch.micro=3": "ValueError: the global batch of 4 sequences is not a multiple of batch.micro 3 x 1",
     "data.train=nowhere": "ValueError: nowhere.json is missing",
     "model.overrides.vocab_size=64": "vocab_size is 96, the model's is 64",
-    "model.overrides.engram_compressed_vocab_size=90": "num_classes is 96, the model's engram_compressed_vocab_size is 90",
+    "model.overrides.engram_compressed_vocab_size=90": "is 96, the model's engram_compressed_vocab_size is 90",
     "model.overrides.kv_source_layer_ids=[3]": "ValueError: kv_source_layer_ids [3] are not in index_source_layer_ids",
     "data.tokenizer=nowhere": "ValueError: tokenizer 'nowhere'",
     "ops.csa3=triton": "ValueError: ops.csa3 is neither an op nor a family; did you mean csa2",
