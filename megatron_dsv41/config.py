@@ -336,7 +336,8 @@ def _check_schedule(c: DSV41Config) -> None:
     later = [s for s in c.kv_source_layer_ids if candidate >= 0 and s > candidate]
     _require(
         not later,
-        f"kv source {later[:1]} follows candidate source {candidate}: its pool would name another cache",
+        f"kv source {later[0] if later else None} follows candidate source {candidate}: "
+        "its pool would name another cache",
     )
 
 
