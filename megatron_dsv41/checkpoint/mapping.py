@@ -206,6 +206,11 @@ def bind(config: DSV41Config) -> tuple[Binding, ...]:
     return tuple(bindings)
 
 
+def parameter_bindings(config: DSV41Config) -> tuple[Binding, ...]:
+    """The native tensors that an optimizer moves: all but the router biases, which are buffers with their own rule."""
+    return tuple(b for b in bind(config) if not b.native.endswith((".gate.bias", ".gate.bias_vl")))
+
+
 def released_inventory(config: DSV41Config) -> Inventory:
     """Name -> (dtype, shape) of every tensor of the released layout of a model, carried-through parts included.
 

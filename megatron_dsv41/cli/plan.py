@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dsv41.experiments.memory import Layout
-from megatron_dsv41.experiments.planning import describe_memory, describe_model
+from megatron_dsv41.experiments.planning import describe_memory, describe_model, describe_optimizer
+from megatron_dsv41.optim.groups import group_parameters
 from megatron_dsv41.presets import PRESETS
 from megatron_dsv41.run_config import Run, load_run, run_from_dict
 
@@ -50,6 +51,8 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
     layout = _layout(planned, ranks)
     report = describe_model(config, planned.phase, planned.data.seq_length)
     report["memory"] = describe_memory(config, layout)
+    if planned.optimizer.name != "adamw":
+        report["optimizer"] = _describe_updates(planned)
     if with_schedule:
         flops = report["flops_per_token"]["training"]
         warmup, stable, cosine = planned.lr_steps
@@ -63,6 +66,16 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
             "curve": [planned.learning_rate(step) for step in _evenly(planned.steps)],
         }
     return report
+
+
+def _describe_updates(planned: Run) -> list[dict[str, Any]]:
+    from megatron_dsv41.checkpoint.mapping import parameter_bindings
+
+    config = planned.architecture()
+    bindings = parameter_bindings(config)
+    groups = group_parameters({b.native: b.shape for b in bindings}, config, planned.phase, planned.optimizer)
+    short = config.dtype != "float32"
+    return describe_optimizer(groups, planned.optimizer, {b.native for b in bindings if short and not b.is_float32})
 
 
 def _planned_run(args: argparse.Namespace) -> Run:
@@ -133,6 +146,10 @@ def _print(report: dict[str, Any]) -> None:
         console.print(f"[bold]{title}[/bold]")
         console.print(table)
         console.print()
+    if "optimizer" in report:
+        console.print("[bold]Updates[/bold]")
+        console.print(_update_table(report["optimizer"]))
+        console.print()
     if "schedule" in report:
         _print_schedule(console, report["schedule"])
 
@@ -185,6 +202,24 @@ def _parameter_table(report: dict[str, Any]) -> Any:
     rows.append((f"FLOPs per token at {report['seq_length']}: forward", _short(forward)))
     rows.append(("forward and backward", _short(training)))
     return _table(("kind", ""), rows)
+
+
+def _update_table(groups: list[dict[str, Any]]) -> Any:
+    rows = [
+        (
+            group["role"],
+            group["update"],
+            f"{group['decay']:g}",
+            f"{group['lr_multiplier']:g}",
+            group["tensors"],
+            f"{group['matrices']} x {group['matrix']}" if group["update"] == "muon" else str(group["matrix"]),
+            _short(group["parameters"]),
+            group["state_bytes"],
+        )
+        for group in groups
+    ]
+    columns = ("parameter", "update", "decay", "lr x", "tensors", "of each, matrices", "elements", "state B/element")
+    return _table(columns, rows, left=(0, 1, 5))
 
 
 def _memory_title(layout: dict[str, Any]) -> str:

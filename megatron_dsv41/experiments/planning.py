@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron_dsv41.config import DSV41Config
@@ -14,6 +15,8 @@ from megatron_dsv41.experiments.flops import (
 )
 from megatron_dsv41.experiments.memory import Layout, dtype_bytes, memory_per_rank
 from megatron_dsv41.layer_plan import STATE_FIELDS, LayerPlan, live_at, plan_layers
+from megatron_dsv41.optim.groups import ParameterGroup
+from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.phase import Phase
 
 
@@ -66,6 +69,26 @@ def boundary_bytes(config: DSV41Config, boundary: int) -> float:
     }
     streams = c.hc_mult * (c.hidden_size * dtype_bytes(c) + 4)
     return streams + sum(sizes[field] for field in live_at(plans, boundary))
+
+
+def describe_optimizer(
+    groups: Sequence[ParameterGroup], settings: Optimizer, low_precision: Collection[str]
+) -> list[dict[str, Any]]:
+    """One row per parameter group. low_precision: names of the parameters that need an fp32 copy."""
+    return [
+        {
+            "role": group.role,
+            "update": "frozen" if group.frozen else group.algorithm.value,
+            "decay": group.decay,
+            "lr_multiplier": group.lr,
+            "tensors": len(group.shapes),
+            "matrices": group.matrices,
+            "matrix": list(group.matrix),
+            "parameters": group.num_parameters,
+            "state_bytes": group.state_bytes(settings, next(iter(group.shapes)) in low_precision),
+        }
+        for group in groups
+    ]
 
 
 def describe_memory(config: DSV41Config, layout: Layout) -> dict[str, Any]:

@@ -85,6 +85,20 @@ def test_mistakes_name_the_setting(capsys, arguments, words):
     assert words in capsys.readouterr().err
 
 
+def test_updates_of_the_published_optimizer(capsys):
+    report = planned(capsys, "--preset", "flash", "optimizer.name=published", "phase.index_loss=sparse")
+    groups = {group["role"]: group for group in report["optimizer"]}
+    parameters = report["parameters"]
+    held = parameters["backbone"] + parameters["by_kind"]["engram tables"]
+    assert sum(group["parameters"] for group in groups.values()) == held
+    assert groups["attn.wq_b.weight"]["matrices"] == 64 and groups["attn.wq_b.weight"]["matrix"] == [512, 1280]
+    assert groups["ffn.experts.w13"]["matrices"] == 768 and groups["ffn.experts.w13"]["matrix"] == [2304, 5120]
+    assert groups["engram.embed.weight"]["update"] == "sinkhorn" and groups["engram.embed.weight"]["lr_multiplier"] == 5
+    assert groups["norm.weight"]["state_bytes"] == 12 and groups["attn.attn_sink"]["state_bytes"] == 8
+    assert main(["plan", "--preset", "flash", "optimizer.name=published"]) == 0
+    assert "64 x [512, 1280]" in capsys.readouterr().out
+
+
 def test_planning_needs_no_torch():
     code = (
         "import sys; from megatron_dsv41.cli import main; main(['plan', '--preset', 'flash']);"

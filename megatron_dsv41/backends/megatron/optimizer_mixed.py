@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron_dsv41.backends.megatron.layout import Layout, cuts_of
 from megatron_dsv41.backends.megatron.optimizer_parts import Part, assign_parts, share_parts, whole_shape
 from megatron_dsv41.backends.megatron.state_dict import is_expert
-from megatron_dsv41.checkpoint.mapping import bind
+from megatron_dsv41.checkpoint.mapping import parameter_bindings
 from megatron_dsv41.optim.groups import ParameterGroup, group_parameters
 from megatron_dsv41.optim.optimizer import MixedOptimizer, optimizer_group
 from megatron_dsv41.run_config import Run
@@ -200,10 +200,5 @@ def _is_shadow(part: Part) -> bool:
 def optimizer_table(run: Run) -> tuple[ParameterGroup, ...]:
     """The groups of every parameter of the run's whole model, on whatever stage it lies."""
     architecture = run.architecture()
-    shapes = {binding.native: binding.shape for binding in bind(architecture) if not is_buffer(binding.native)}
+    shapes = {binding.native: binding.shape for binding in parameter_bindings(architecture)}
     return group_parameters(shapes, architecture, run.phase, run.optimizer)
-
-
-def is_buffer(name: str) -> bool:
-    """Router biases: in checkpoints, moved by their own rule, no parameters."""
-    return name.endswith((".gate.bias", ".gate.bias_vl"))

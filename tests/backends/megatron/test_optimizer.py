@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dsv41.backends.megatron import checkpoints
-from megatron_dsv41.checkpoint.mapping import bind
+from megatron_dsv41.checkpoint.mapping import bind, parameter_bindings
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.optim.optimizer import whole_optimizer
 from megatron_dsv41.testing.distributed import run_ranks
@@ -99,9 +99,9 @@ def stepped(run, steps, folder=None, resumed=0):
 
 def whole_steps(run, steps):
     """One process, whole tensors, clipping by hand; parameters and the last norm."""
-    from megatron_dsv41.backends.megatron.optimizer_mixed import is_buffer, optimizer_table
+    from megatron_dsv41.backends.megatron.optimizer_mixed import optimizer_table
 
-    shapes = {b.native: b.shape for b in bind(run.architecture()) if not is_buffer(b.native)}
+    shapes = {b.native: b.shape for b in parameter_bindings(run.architecture())}
     parameters = {name: drawn(name, shape) for name, shape in shapes.items()}
     optimizer = whole_optimizer(parameters, optimizer_table(run), run.optimizer)
     norm = 0.0
