@@ -145,11 +145,16 @@ def select_lines(tokens: int) -> Iterator[Line]:
 
 def measure(line: Line) -> dict[str, Any]:
     """One line's numbers."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    line.call()
+    peak = torch.cuda.max_memory_allocated() - before
     time = device_ms(line.call)
     return {
         "op": line.op, "provider": line.provider, "shape": line.shape, "ms": time.median, "low_ms": time.low,
         "high_ms": time.high, "tflops": 1e3 * line.work.tflop / time.median, "floor_ms": line.work.floor_ms,
-        "share_of_floor": line.work.floor_ms / time.median,
+        "share_of_floor": line.work.floor_ms / time.median, "peak_mib": peak / 2**20,
     }  # fmt: skip
 
 
@@ -191,10 +196,12 @@ def main() -> int:
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit()}
     rows = [
         (r["op"], r["provider"], r["shape"], f"{r['ms']:.3f} ({r['low_ms']:.3f}-{r['high_ms']:.3f})",
-         f"{r['tflops']:.0f}", f"{r['floor_ms']:.3f}", f"{r['share_of_floor']:.0%}")
+         f"{r['tflops']:.0f}", f"{r['floor_ms']:.3f}", f"{r['share_of_floor']:.0%}", f"{r['peak_mib']:.0f}")
         for r in results
     ]  # fmt: skip
-    print(about, table(("op", "provider", "shape", "ms", "TFLOP/s", "floor ms", "of floor"), rows), sep="\n")
+    print(
+        about, table(("op", "provider", "shape", "ms", "TFLOP/s", "floor ms", "of floor", "peak MiB"), rows), sep="\n"
+    )
     if args.json:
         args.json.write_text(json.dumps(about | {"results": results}, indent=1))
     return 0

@@ -123,6 +123,20 @@ __device__ __forceinline__ void mma64(float (&d)[32], u64 a, u64 b, int add) {
         : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
 }
 
+template <int TRANSPOSE_A, int TRANSPOSE_B>
+__device__ __forceinline__ void mma128(float (&d)[64], u64 a, u64 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"
+        "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,"
+        "%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+        "}, %64, %65, p, 1, 1, %67, %68;\n}\n"
+        :
+          D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28),
+          D4(32), D4(36), D4(40), D4(44), D4(48), D4(52), D4(56), D4(60)
+        : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+}
 // The same with A in registers: rows of one warpgroup, 16 channels.
 template <int TRANSPOSE_B>
 __device__ __forceinline__ void mma64_registers(float (&d)[32], const u32* a, u64 b, int add) {
@@ -499,7 +513,7 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
         copy_wait<0>();
         fence_async();
         __syncthreads();
-        float s[32], grad[2][32];
+        float s[32], grad[64];
         if (group == 1) meet<4, THREADS>();  // S comes first, so that P is formed while dP runs
         mma_fence();
 #pragma unroll
@@ -530,13 +544,13 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
         } else {
             meet<6, THREADS>();
         }
-        auto add_product = [&](float (&sum)[32], u64 weights, u64 heads, int chunk, int add) {
+        auto add_product = [&](u64 weights, u64 heads, int chunk, int add) {  // 128 channels of this half
 #pragma unroll
             for (int k = 0; k < ROWS / 16; ++k)
-                mma64<1, 1>(sum, weights + rows(k), heads + column_blocks(chunk) + rows(k), add || k > 0);
+                mma128<1, 1>(grad, weights + rows(k), heads + column_blocks(2 * chunk) + rows(k), add || k > 0);
         };
         mma_fence();
-        add_product(grad[0], p_columns, g_half, 0, 0);  // runs while warpgroup 1 forms dS
+        add_product(p_columns, g_half, 0, 0);  // runs while warpgroup 1 forms dS
         mma_commit();
         if (group == 1) {
             const float delta0 = row_stats[ROWS + row], delta1 = row_stats[ROWS + row + 8];
@@ -560,12 +574,8 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
 #pragma unroll
         for (int k = 0; k < ROWS / 16; ++k) mma256<0, 1>(dq, ds_rows + channels(k), keys_half + rows(k), 1);
         mma_commit();
-        add_product(grad[0], ds_columns, q_half, 0, 1);
-        mma_commit();
-        mma_wait<1>();
+        mma_wait<0>();
         __syncthreads();  // both warpgroups are done with this block's keys
-        if (block + 1 < blocks) gather(k_at, table, block_ids + ROWS, tid);
-        copy_commit();
         // Lanes of rows 2n and 2n + 1 trade halves, so that 8 lanes add one row's 32 channels: a whole 128-byte line
         // per request. Half lines halve the rate of the L2's reductions.
         const int odd = lane / 4 % 2;
@@ -573,20 +583,27 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
 #pragma unroll
         for (int i = 0; i < 4; ++i) ids4[i] = block_ids[row - odd + i % 2 + i / 2 * 8];
         float* to = grad_table + group * 256 + odd * 16 + quad * 4;
+        const bool more = block + 1 < blocks;
+        if (group == 1 && more) gather(k_at, table, block_ids + ROWS, tid);
 #pragma unroll
-        for (int chunk = 0; chunk < 4; ++chunk) {
-            if (chunk < 3) {
-                mma_fence();
-                add_product(grad[(chunk + 1) % 2], p_columns, g_half, chunk + 1, 0);
-                add_product(grad[(chunk + 1) % 2], ds_columns, q_half, chunk + 1, 1);
-                mma_commit();
-                mma_wait<1>();
-            } else {
-                mma_wait<0>();
+        for (int chunk = 0; chunk < 2; ++chunk) {
+            // The warpgroups take turns: one's products run while the other adds its sums to memory.
+            if (group == 1) meet<1, THREADS>();
+            else if (chunk == 1) meet<2, THREADS>();
+            mma_fence();
+            if (chunk == 1) add_product(p_columns, g_half, 1, 0);
+            add_product(ds_columns, q_half, chunk, 1);
+            mma_commit();
+            if (chunk == 0) {
+                if (group == 0 && more) gather(k_at, table, block_ids + ROWS, tid);
+                copy_commit();
             }
+            mma_wait<0>();
+            if (group == 0) announce<1, THREADS>();
+            else if (chunk == 0) announce<2, THREADS>();
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {  // channels 32 (j / 2) .. + 31 of the chunk, rows (+ 8) j % 2
-                const float* x = grad[chunk % 2] + j / 2 * 16 + j % 2 * 2;
+            for (int j = 0; j < 8; ++j) {  // channels 32 (j / 2) .. + 31 of the chunk, rows (+ 8) j % 2
+                const float* x = grad + j / 2 * 16 + j % 2 * 2;
                 float first[4], second[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -596,7 +613,7 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
                     second[i] = odd ? x[at + 8] : got;
                 }
                 const int even_id = ids4[j % 2 * 2], odd_id = ids4[j % 2 * 2 + 1];
-                float* column = to + chunk * 64 + j / 2 * 32;
+                float* column = to + chunk * 128 + j / 2 * 32;
                 if (even_id >= 0) add4(column + (long long)even_id * DIM, first[0], first[1], first[2], first[3]);
                 if (odd_id >= 0) add4(column + (long long)odd_id * DIM, second[0], second[1], second[2], second[3]);
             }

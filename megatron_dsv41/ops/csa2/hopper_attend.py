@@ -1,14 +1,9 @@
 """Joint sparse attention in CUDA for Hopper: provider "hopper" of csa2.sparse_attend.
 
-hopper_attend.cu is compiled by NVRTC at the first call (about 5 s), without a CUDA toolkit. Deterministic gradients
-are left to the Triton kernels.
+hopper_attend.cu is compiled at the first call, in about 5 s. Deterministic gradients are left to the Triton kernels.
 """
 
 from __future__ import annotations
-
-import functools
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +11,10 @@ from torch import Tensor
 from megatron_dsv41.ops.csa2 import triton_attend
 from megatron_dsv41.ops.csa2.attend import Problem, attend
 from megatron_dsv41.ops.csa2.checks import check_attend
+from megatron_dsv41.ops.csa2.cuda_kernels import launch
 
-THREADS = 256
+FILE = "hopper_attend.cu"
+THREADS, FORWARD_THREADS = 256, 384
 MAX_SLOTS = 1024
 TILE_BYTES = 64 * 512 * 2
 SLOT_BYTES = (MAX_SLOTS + 64) * 4
@@ -26,30 +23,12 @@ FORWARD_BYTES = 3 * TILE_BYTES + 3 * 64 * 128 + (3 * 64 + 8) * 4 + 7 * 8 + 14 * 
 BACKWARD_BYTES = 3 * TILE_BYTES + 3 * 64 * 128 + 2 * 64 * 4 + 64 + SLOT_BYTES
 
 
-@functools.cache
-def kernel(name: str, shared_bytes: int, device: int) -> Any:
-    """The compiled kernel of hopper_attend.cu on one device."""
-    source = (Path(__file__).parent / "hopper_attend.cu").read_text()
-    with torch.cuda.device(device):
-        compiled = torch.cuda._compile_kernel(source, name, compute_capability="90a")
-        if shared_bytes:
-            compiled.set_shared_memory_config(shared_bytes)
-    return compiled
-
-
-def launch(name: str, blocks: int, threads: int, shared_bytes: int, *args: Tensor | int | float) -> None:
-    """Launch on the first argument's device, on its current stream."""
-    assert isinstance(args[0], Tensor)
-    compiled = kernel(name, shared_bytes, args[0].device.index)
-    compiled(grid=(blocks, 1, 1), block=(threads, 1, 1), args=list(args), shared_mem=shared_bytes)
-
-
 def latent_table(window_kv: Tensor, keys: Tensor) -> Tensor:
     """Rows of both latents in the kernels' channel order, bf16 [J + C, 512]."""
     rows = len(window_kv) + len(keys)
     table = window_kv.new_empty(rows, window_kv.shape[1])
     blocks = -(-rows * window_kv.shape[1] // (16 * THREADS))
-    launch("pack_rows", blocks, THREADS, 0, window_kv, keys, table, len(window_kv), rows)
+    launch(FILE, "pack_rows", blocks, THREADS, window_kv, keys, table, len(window_kv), rows)
     return table
 
 
@@ -60,9 +39,9 @@ def forward(
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     if problem.num_tokens:
         launch(
-            "attend_forward", problem.num_tokens, 384, FORWARD_BYTES, q, latent_table(window_kv, keys), topk, sink,
+            FILE, "attend_forward", problem.num_tokens, FORWARD_THREADS, q, latent_table(window_kv, keys), topk, sink,
             start, out, lse, problem.num_tokens, problem.num_heads, problem.window, problem.num_topk,
-            problem.window_offset, len(window_kv), problem.scale,
+            problem.window_offset, len(window_kv), problem.scale, shared_bytes=FORWARD_BYTES,
         )  # fmt: skip
     return out, lse
 
@@ -79,9 +58,9 @@ def backward(
     grad_table = torch.zeros_like(table, dtype=torch.float32)
     if problem.num_tokens:
         launch(
-            "attend_backward", problem.num_tokens, THREADS, BACKWARD_BYTES, q, out, grad_out, table, topk, lse, start,
+            FILE, "attend_backward", problem.num_tokens, THREADS, q, out, grad_out, table, topk, lse, start,
             grad_q, grad_table, delta, problem.num_tokens, problem.num_heads, problem.window, problem.num_topk,
-            problem.window_offset, len(window_kv), problem.scale,
+            problem.window_offset, len(window_kv), problem.scale, shared_bytes=BACKWARD_BYTES,
         )  # fmt: skip
     return grad_q, grad_table[: len(window_kv)], grad_table[len(window_kv) :], delta
 

@@ -1,6 +1,7 @@
 """The indexer's selection in Triton: provider "triton" of csa2.select.
 
-Scores exist for a few rows at a time, as 16-bit sort keys; the top-k is an exact threshold search over them.
+Scores exist for a few rows at a time, as 16-bit sort keys; the top-k is an exact threshold search over them, in CUDA
+C++ up to FILTERED_TOPK and in Triton beyond.
 """
 
 # Kernel launches take options (num_warps, num_stages) that pyright does not see in the kernel's signature.
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from megatron_dsv41.ops.csa2 import triton_select_kernels as kernels
 from megatron_dsv41.ops.csa2.checks import check_select
+from megatron_dsv41.ops.csa2.cuda_kernels import launch
 from megatron_dsv41.ops.documents import Entries
 
 SCORES_AT_ONCE = 1 << 26  # sort keys that exist at once: 128 MiB
 BLOCK_T, BLOCK_C = 64, 128
+FILTERED_TOPK = 1024  # up to here the CUDA top-k is used
 
 
 def score_rows(
@@ -26,7 +29,7 @@ def score_rows(
 ) -> Tensor:  # fmt: skip
     """Sort keys int16 [tokens, C]; `wanted` uint8 [tokens, blocks] restricts them. Unseen tiles are unwritten."""
     num_entries, heads, dim = keys_CD.shape[0], *q_TID.shape[1:]
-    scores = torch.empty(len(tokens), num_entries, dtype=torch.int16, device=q_TID.device)
+    scores = key_rows(len(tokens), num_entries, q_TID.device)
     grid = (triton.cdiv(num_entries, BLOCK_C), triton.cdiv(len(tokens), BLOCK_T))
     kernels.score_entries[grid](
         q_TID, weights_TI, keys_CD, entries.first_T, entries.num_visible_T, scores if wanted is None else wanted,
@@ -38,11 +41,20 @@ def score_rows(
 
 
 def largest(scores: Tensor, entries: Entries, out: Tensor, tokens: range, per_block: int) -> None:
-    """Writes the rows `tokens` of out int32 [T, k]: the k largest visible entries, or blocks of `per_block` entries."""
-    kernels.largest_k[(len(tokens),)](
-        scores, entries.first_T, entries.num_visible_T, out, tokens.start, scores.shape[1], out.shape[1],
-        PER_BLOCK=per_block, TILE=1024, num_warps=4,
-    )  # fmt: skip
+    """Writes the rows `tokens` of out int32 [T, k]: the k largest visible entries, or blocks of `per_block` entries.
+
+    The CUDA kernel reads a row twice instead of nine times; its filter needs k well below its 2048 groups.
+    """
+    arguments = (scores, entries.first_T, entries.num_visible_T, out, tokens.start, scores.shape[1], out.shape[1])
+    if scores.is_cuda and out.shape[1] <= FILTERED_TOPK:
+        launch("largest.cu", "largest", len(tokens), 256, *arguments, per_block)
+    else:
+        kernels.largest_k[(len(tokens),)](*arguments, PER_BLOCK=per_block, TILE=1024, num_warps=4)
+
+
+def key_rows(rows: int, width: int, device: torch.device) -> Tensor:
+    """Room for sort keys int16 [rows, width], readable a 16-byte word beyond the end."""
+    return torch.empty(rows * width + 8, dtype=torch.int16, device=device)[: rows * width].view(rows, width)
 
 
 def wanted_blocks(candidates_TB: Tensor, tokens: range, num_blocks: int) -> Tensor:
@@ -57,7 +69,7 @@ def wanted_blocks(candidates_TB: Tensor, tokens: range, num_blocks: int) -> Tens
 def pool_rows(scores: Tensor, entries: Entries, pool: Tensor, tokens: range, block_size: int) -> None:
     """Writes the rows `tokens` of the candidate pool int32 [T, blocks kept]."""
     num_blocks = triton.cdiv(scores.shape[1], block_size)
-    maxima = torch.empty(len(tokens), num_blocks, dtype=torch.int16, device=scores.device)
+    maxima = key_rows(len(tokens), num_blocks, scores.device)
     kernels.block_maxima[(len(tokens),)](
         scores, entries.first_T, entries.num_visible_T, maxima, tokens.start, scores.shape[1], num_blocks,
         BLOCK_SIZE=block_size, BLOCKS=512, num_warps=4,

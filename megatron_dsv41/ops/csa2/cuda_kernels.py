@@ -1,0 +1,34 @@
+"""CUDA C++ kernels of this folder, compiled by NVRTC when they are first called: no CUDA toolkit, no build step."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST_STATIC_SHARED = 48 * 1024  # bytes that need no opt-in
+
+
+@functools.cache
+def kernel(file: str, name: str, shared_bytes: int, device: int) -> Any:
+    """The compiled kernel `name` of `file` for one device. Compiling takes seconds."""
+    major, minor = torch.cuda.get_device_capability(device)
+    # wgmma and setmaxnreg exist only in the architecture-specific target.
+    target = f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
+    source = (Path(__file__).parent / file).read_text()
+    with torch.cuda.device(device):
+        compiled = torch.cuda._compile_kernel(source, name, compute_capability=target)
+        if shared_bytes > LARGEST_STATIC_SHARED:
+            compiled.set_shared_memory_config(shared_bytes)
+    return compiled
+
+
+def launch(file: str, name: str, blocks: int, threads: int, *args: Tensor | int | float, shared_bytes: int = 0) -> None:
+    """Launch on the first argument's device, on its current stream. Floats arrive as double, integers as int."""
+    first = args[0]
+    assert isinstance(first, Tensor) and first.device.index is not None
+    compiled = kernel(file, name, shared_bytes, first.device.index)
+    compiled(grid=(blocks, 1, 1), block=(threads, 1, 1), args=list(args), shared_mem=shared_bytes)
