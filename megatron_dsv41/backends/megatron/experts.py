@@ -34,8 +34,9 @@ def draw_experts(config: DSV41Config, layout: Layout, dtype: torch.dtype) -> tup
     parameters = (nn.Parameter(w13), nn.Parameter(w2))
     for parameter in parameters:
         mark(parameter, layout, Cut(0, "ep"), Cut(2, "etp"))
-        # Unless experts are split exactly as everything else, their gradients add up over groups of their own.
-        parameter.allreduce = layout.ep.size == 1 and layout.etp.size == layout.tp.size  # type: ignore[attr-defined]
+        # Gradients add up over the expert groups, even where these equal the others: Megatron then always keeps one
+        # optimizer for experts and one for the rest, and a checkpoint fits every layout.
+        parameter.allreduce = False  # type: ignore[attr-defined]
     return parameters
 
 

@@ -78,11 +78,29 @@ SMOOTH = (
 )
 
 
+def plain_optimizer(run, parameters):
+    """torch's AdamW, or the published updates on whole tensors; its caller sets the rates."""
+    from megatron_dsv41.backends.megatron.optimizer_mixed import optimizer_table
+    from megatron_dsv41.optim.groups import decays
+    from megatron_dsv41.optim.optimizer import whole_optimizer
+
+    settings = run.optimizer
+    if settings.name != "adamw":
+        return whole_optimizer(parameters, optimizer_table(run), settings)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for n, p in parameters.items() if decays(n)], "weight_decay": settings.weight_decay},
+            {"params": [p for n, p in parameters.items() if not decays(n)], "weight_decay": 0.0},
+        ],
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+
+
 def oracle_losses(home, name, steps, *overrides):
     """Train with Megatron, then the same model with a plain torch loop on the same samples; both loss lists."""
     from megatron_dsv41.backends.megatron import trainer as trainers
     from megatron_dsv41.backends.megatron.builder import DSV41ModelBuilder
-    from megatron_dsv41.optim.groups import decays
     from megatron_dsv41.modules.block import Aux
     from megatron_dsv41.modules.transformer import Transformer, next_token_loss
 
@@ -92,15 +110,7 @@ def oracle_losses(home, name, steps, *overrides):
     start = DSV41ModelBuilder(trainer.model_config).build_model(trainer.groups)
     oracle = Transformer(run.architecture(), trainer.corpus.token_map, phase=run.phase)
     oracle.load_state_dict(start.state_dict())
-    parameters = dict(oracle.named_parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for n, p in parameters.items() if decays(n)], "weight_decay": run.optimizer.weight_decay},
-            {"params": [p for n, p in parameters.items() if not decays(n)], "weight_decay": 0.0},
-        ],
-        betas=(run.optimizer.beta1, run.optimizer.beta2),
-        eps=run.optimizer.eps,
-    )
+    optimizer = plain_optimizer(run, dict(oracle.named_parameters()))
     trainer.arguments.consumed_train_samples = 0
     feed, found = trainer.feeds(None)[0], []
     for step in range(steps):
@@ -115,7 +125,7 @@ def oracle_losses(home, name, steps, *overrides):
             total, loads = total + loss.item(), loads + out.aux.expert_load
         torch.nn.utils.clip_grad_norm_(oracle.parameters(), run.optimizer.clip)
         for group in optimizer.param_groups:
-            group["lr"] = run.learning_rate(step)
+            group["lr"] = run.learning_rate(step) * group.get("lr_multiplier", 1.0)
         optimizer.step()
         for layer, block in enumerate(oracle.layers):
             for bias, load in zip((block.ffn.gate.bias, block.ffn.gate.bias_vl), loads[layer], strict=True):
@@ -124,9 +134,11 @@ def oracle_losses(home, name, steps, *overrides):
     return list(losses(run.checkpoint.folder).values()), found
 
 
-def test_equals_a_plain_torch_loop(home):
-    ((megatron, oracle),) = run_ranks(oracle_losses, 1, home, "oracle", 6, *SMOOTH)
-    assert megatron == pytest.approx(oracle, rel=1e-6)
+@pytest.mark.parametrize("name", ["adamw", "published"])
+def test_equals_a_plain_torch_loop(home, name):
+    ((megatron, oracle),) = run_ranks(oracle_losses, 1, home, f"oracle_{name}", 6, f"optimizer.name={name}", *SMOOTH)
+    # Ten Newton-Schulz steps magnify the rounding of small singular values.
+    assert megatron == pytest.approx(oracle, rel=1e-6 if name == "adamw" else 1e-4)
 
 
 def test_two_ranks_equal_one(home):
