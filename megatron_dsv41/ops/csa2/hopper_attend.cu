@@ -39,7 +39,8 @@ __device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.
 template <int LEFT> __device__ __forceinline__ void mma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(LEFT) : "memory");
 }
-// Ordinary stores and cp.async writes become visible to wgmma.
+// Ordinary stores become visible to wgmma; cp.async needs no fence. It waits for this thread's reductions in flight, so
+// it stands as far behind them as possible.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void copy_wait() {
@@ -339,7 +340,6 @@ attend_forward(const u16* q, const u16* table, const int* topk, const float* sin
             const u64 keys = descriptor(shared_address(k_tiles) + buffer * TILE, 16);
             float s[32];
             barrier_wait(keys_ready + buffer, turn);
-            fence_async();
             mma_fence();
 #pragma unroll
             for (int k = 0; k < KEPT; ++k) mma64_registers<0>(s, q_rows + k * 4, keys + channels(k), k > 0);
@@ -423,7 +423,6 @@ attend_forward(const u16* q, const u16* table, const int* topk, const float* sin
 #pragma unroll
                 for (int i = 0; i < 128; ++i) o[i] *= i / 2 % 2 ? shrink1 : shrink0;
             }
-            fence_async();
             mma_fence();
 #pragma unroll
             for (int k = 0; k < ROWS / 16; ++k) mma256<0, 1>(o, weights + channels(k), keys + rows(k), 1);
@@ -499,22 +498,49 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
         prefetch_l2(grad_out + next, num_heads * DIM * 2);
     }
 
-    float dq[128];
+    float dq[128], grad[64];  // grad: 128 channels of the block's key gradients, 64 rows
 #pragma unroll
     for (int i = 0; i < 128; ++i) dq[i] = 0.0f;
+    // Adds `grad` to memory. Lanes of rows 2n and 2n + 1 trade halves, so that 8 lanes add one row's 32 channels: a whole
+    // 128-byte line per request. Half lines halve the rate of the L2's reductions.
+    const int odd = lane / 4 % 2;
+    auto add_sums = [&](const int* row_ids, int chunk) {
+        float* to = grad_table + group * 256 + chunk * 128 + odd * 16 + quad * 4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {  // rows, rows + 8
+            const int even_id = row_ids[row - odd + 8 * i], odd_id = row_ids[row - odd + 1 + 8 * i];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {  // 32 channels each
+                const float* x = grad + j * 16 + i * 2;
+                float first[4], second[4];
+#pragma unroll
+                for (int l = 0; l < 4; ++l) {
+                    const int at = l % 2 + l / 2 * 4;
+                    const float got = __shfl_xor_sync(0xffffffffu, odd ? x[at] : x[at + 8], 4);
+                    first[l] = odd ? got : x[at];
+                    second[l] = odd ? x[at + 8] : got;
+                }
+                if (even_id >= 0) add4(to + (long long)even_id * DIM + j * 32, first[0], first[1], first[2], first[3]);
+                if (odd_id >= 0) add4(to + (long long)odd_id * DIM + j * 32, second[0], second[1], second[2], second[3]);
+            }
+        }
+    };
     const u32 q_at = shared_address(q_tile), g_at = shared_address(g_tile), k_at = shared_address(k_tile);
     const u32 p_at = shared_address(p_tile), ds_at = shared_address(ds_tile), half = group * 4 * COLUMN_BLOCK;
     const u64 mine = descriptor(group == 0 ? q_at : g_at, 16), keys = descriptor(k_at, 16);
     const u64 keys_half = descriptor(k_at + half, COLUMN_BLOCK), ds_rows = descriptor(ds_at, 16);
     const u64 q_half = descriptor(q_at + half, COLUMN_BLOCK), g_half = descriptor(g_at + half, COLUMN_BLOCK);
     const u64 p_columns = descriptor(p_at, COLUMN_BLOCK), ds_columns = descriptor(ds_at, COLUMN_BLOCK);
+    fence_async();
     for (int block = 0; block < blocks; ++block) {
         const int* block_ids = ids + block * ROWS;
         copy_wait<0>();
-        fence_async();
         __syncthreads();
-        float s[32], grad[64];
-        if (group == 1) meet<4, THREADS>();  // S comes first, so that P is formed while dP runs
+        float s[32];
+        if (group == 1) {
+            if (block > 0) add_sums(block_ids - ROWS, 1);  // while warpgroup 0 forms S
+            meet<4, THREADS>();  // S comes first, so that P is formed while dP runs
+        }
         mma_fence();
 #pragma unroll
         for (int k = 0; k < DIM / 16; ++k)  // warpgroup 0: S = q . k; warpgroup 1: dP = grad_out . k
@@ -541,6 +567,7 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
             fence_async();
             meet<5, 128>();
             announce<6, THREADS>();
+            if (block > 0) add_sums(block_ids - ROWS, 1);  // while warpgroup 1 forms dP and dS
         } else {
             meet<6, THREADS>();
         }
@@ -576,13 +603,6 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
         mma_commit();
         mma_wait<0>();
         __syncthreads();  // both warpgroups are done with this block's keys
-        // Lanes of rows 2n and 2n + 1 trade halves, so that 8 lanes add one row's 32 channels: a whole 128-byte line
-        // per request. Half lines halve the rate of the L2's reductions.
-        const int odd = lane / 4 % 2;
-        int ids4[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) ids4[i] = block_ids[row - odd + i % 2 + i / 2 * 8];
-        float* to = grad_table + group * 256 + odd * 16 + quad * 4;
         const bool more = block + 1 < blocks;
         if (group == 1 && more) gather(k_at, table, block_ids + ROWS, tid);
 #pragma unroll
@@ -601,24 +621,10 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
             mma_wait<0>();
             if (group == 0) announce<1, THREADS>();
             else if (chunk == 0) announce<2, THREADS>();
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {  // channels 32 (j / 2) .. + 31 of the chunk, rows (+ 8) j % 2
-                const float* x = grad + j / 2 * 16 + j % 2 * 2;
-                float first[4], second[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int at = i % 2 + i / 2 * 4;
-                    const float got = __shfl_xor_sync(0xffffffffu, odd ? x[at] : x[at + 8], 4);
-                    first[i] = odd ? got : x[at];
-                    second[i] = odd ? x[at + 8] : got;
-                }
-                const int even_id = ids4[j % 2 * 2], odd_id = ids4[j % 2 * 2 + 1];
-                float* column = to + chunk * 128 + j / 2 * 32;
-                if (even_id >= 0) add4(column + (long long)even_id * DIM, first[0], first[1], first[2], first[3]);
-                if (odd_id >= 0) add4(column + (long long)odd_id * DIM, second[0], second[1], second[2], second[3]);
-            }
+            if (chunk == 0) add_sums(block_ids, 0);  // the other half is added while the next block's scores are formed
         }
     }
+    if (blocks > 0) add_sums(ids + (blocks - 1) * ROWS, 1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int r = row + 8 * i;
