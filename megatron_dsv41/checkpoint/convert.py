@@ -44,7 +44,8 @@ from megatron_dsv41.checkpoint.sources import (
     StateSource,
     is_native,
 )
-from megatron_dsv41.checkpoint.storage import TORCH_DTYPES, num_bytes
+from megatron_dsv41.checkpoint.storage import TORCH_DTYPES, num_bytes, stored_format
+from megatron_dsv41.checkpoint.truncate import kept_shards, truncate
 from megatron_dsv41.config import DSV41Config
 
 DEFAULT_EFFORT = Effort()
@@ -57,24 +58,30 @@ def import_checkpoint(
     config: DSV41Config | None = None,
     storage: Literal["config", "source"] = "config",
     hash_digest: str | None = None,
+    layers: int | None = None,
+    experts: int | None = None,
     effort: Effort = DEFAULT_EFFORT,
 ) -> None:
     """Released folder -> native folder (new or empty).
 
     storage "config": tensors decoded to the config's dtype, or the stored one where that is wider; nothing is rounded.
     "source": quantized tensors stay as they are stored, a third of the size. hash_digest: `EngramHash.digest` for the
-    tokenizer of this checkpoint, kept and compared later. ValueError lists what does not fit; nothing is written then.
+    tokenizer of this checkpoint, kept and compared later. layers, experts: keep only the first ones (`truncate`).
+    ValueError lists what does not fit; nothing is written then.
     """
     src, dst = Path(src), Path(dst)
     require_free_target(dst)
     folder = SafetensorsFolder(src)
     config = config or DSV41Config.load(src)
     source = ReleasedSource(folder, config)
-    scales = [name for name in folder.tensors if name.endswith(".scale") and not is_carried(name)]
+    cut = (layers, experts) != (None, None)
+    kept = truncate(config, layers, experts) if cut else config
+    origin = kept_shards(folder.shards(), kept) if cut else folder.shards()
+    beside = [t.name for shard in origin for t in shard.tensors if t.name.endswith(".scale") or is_carried(t.name)]
     specs: list[TensorSpec] = []
     units: list[Unit] = []
     largest = 0
-    for binding in source.bindings.values():
+    for binding in bind(kept):
         spec = _stored_as_is(folder, binding) if storage == "source" else None
         if spec:
             units += _copy_parts(folder, binding)
@@ -83,15 +90,16 @@ def import_checkpoint(
             units += [_import_unit(source, spec, rows) for rows in binding_pieces(binding)]
             largest = max(largest, *(num_elements(binding.shape, rows) for rows in binding_pieces(binding)))
         specs.append(spec)
-    for name in (*scales, *filter(is_carried, folder.tensors)):
+    for name in beside:
         specs.append(TensorSpec(name, folder.info(name).dtype, folder.info(name).shape))
         units += copy_units(folder, name, name)
     shards = shards_by_size(specs, SHARD_BYTES)
 
     def finish(work: Path) -> None:
         copy_side_files(src, work)
-        write_config(work, config, src)
-        record = NativeRecord(folder.shards(), folder.index_text, frozenset(scales), hash_digest)
+        write_config(work, kept, src)
+        scales = frozenset(name for name in beside if not is_carried(name))
+        record = NativeRecord(origin, None if cut else folder.index_text, scales, hash_digest)
         write_file(work / NATIVE, record.to_json())
         write_index(work, shards)
 
@@ -100,7 +108,7 @@ def import_checkpoint(
         writer=lambda work: ShardWriter(work, shards),
         units=list(batched(units)),
         finish=finish,
-        identity=["import", fingerprint(folder), storage, hash_digest, config.to_hf()],
+        identity=["import", fingerprint(folder), storage, hash_digest, kept.to_hf()],
         title="import",
     )
     run_job(job, workers=effort.threads(largest), progress=effort.progress)
@@ -210,9 +218,13 @@ def _import_unit(source: ReleasedSource, spec: TensorSpec, rows: slice) -> Unit:
 
 
 def _stored_as_is(folder: SafetensorsFolder, binding: Binding) -> TensorSpec | None:
-    """The native tensor as the released bytes, one part behind the other; None where the parts' dtypes differ."""
+    """The native tensor as the released bytes, one part behind the other; None where the parts' dtypes differ or only
+    some of their rows are wanted.
+    """
     infos = [folder.info(name) for name in binding.released]
-    if len({info.dtype for info in infos}) > 1:
+    form = stored_format(infos[0].dtype, binding.storage)
+    wanted = binding.part_shape if form is None else form.data_shape(binding.part_shape)
+    if len({info.dtype for info in infos}) > 1 or infos[0].shape != wanted:
         return None
     return TensorSpec(binding.native, infos[0].dtype, binding.via.native_shape(infos[0].shape))
 

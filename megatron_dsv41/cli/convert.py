@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="config",
         help="decode to the config's dtype (default), or keep quantized tensors as they are",
     )
+    add("--layers", type=int, metavar="N", help="only the first N layers (ids kept, drafts dropped)")
+    add("--experts", type=int, metavar="N", help="only the first N experts of every layer")
     add("--tokenizer", help="tokenizer of the checkpoint (default: the one in SRC); its digest is recorded")
     _add_effort(add)
 
@@ -83,11 +85,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> int:
     from megatron_dsv41.checkpoint.convert import import_checkpoint
+    from megatron_dsv41.checkpoint.truncate import truncate
     from megatron_dsv41.config import DSV41Config
 
     config = DSV41Config.load(_folder(args.src))
+    config = truncate(config, args.layers, args.experts)  # fewer Engram layers, other constants
     digest = hash_digest(args.tokenizer or args.src, config, required=bool(args.tokenizer))
-    import_checkpoint(args.src, args.dst, storage=args.storage, hash_digest=digest, effort=_effort(args))
+    import_checkpoint(
+        args.src,
+        args.dst,
+        storage=args.storage,
+        hash_digest=digest,
+        layers=args.layers,
+        experts=args.experts,
+        effort=_effort(args),
+    )
     print(f"imported {args.src} to {args.dst}" + ("" if digest else " (no tokenizer: hash constants not recorded)"))
     return 0
 
