@@ -33,6 +33,8 @@ REFUSED = {
     "async-save": "a checkpoint is moved into place when it is complete, which an asynchronous save never reports",
     "calculate-per-token-loss": "the loss is already the mean over the valid tokens of the whole step",
     "fp16": "the model trains in bf16 or fp32; set train.precision",
+    "optimizer": "set optimizer.name",
+    "use-distributed-optimizer": "optimizer.name decides: ours divides its state itself and needs whole gradients",
     "save": "set checkpoint.folder",
     "load": "set checkpoint.folder, or train.init_from to start from released weights",
     "ckpt-format": "checkpoints are torch_dist",

@@ -40,7 +40,7 @@ from megatron_dsv41.data.tokenizer import open_tokenizer
 from megatron_dsv41.experiments.flops import count_parameters
 from megatron_dsv41.layer_plan import plan_layers
 from megatron_dsv41.ops.registry import Ops
-from megatron_dsv41.run_config import Run
+from megatron_dsv41.run_config import Run, load_run
 
 
 @dataclasses.dataclass
@@ -306,10 +306,23 @@ def _open_run(run: Run) -> int | None:
     step = checkpoints.open_folder(folder, run.checkpoint.resume)
     if step is not None and step >= run.steps:
         raise ValueError(f"{folder} already holds step {step} of {run.steps}: raise train.steps to go on")
+    if step is not None and run.checkpoint.optimizer:
+        _check_same_optimizer(run, folder / "run.yaml")
     weights = count_parameters(run.architecture()).total
     checkpoints.require_space(folder, weights * (16 if run.checkpoint.optimizer else 4))
     (folder / "run.yaml").write_text(run.to_yaml())
     return step
+
+
+def _check_same_optimizer(run: Run, stored: Path) -> None:
+    """ValueError when the folder's checkpoints hold the state of another optimizer."""
+    before = load_run(stored).optimizer.name if stored.is_file() else run.optimizer.name
+    if before != run.optimizer.name:
+        raise ValueError(
+            f"checkpoint.folder {stored.parent} was trained with optimizer.name={before}, whose state "
+            f"optimizer.name={run.optimizer.name} cannot continue: set optimizer.name={before}, or start another folder "
+            "from its weights with train.init_from"
+        )
 
 
 def refuse_unsupported(run: Run) -> None:

@@ -14,6 +14,15 @@ from megatron_dsv41.optim.optimizer import whole_optimizer
 from megatron_dsv41.testing.distributed import run_ranks
 from megatron_dsv41.testing.tiny_run import tiny_run
 
+# Selection and fake quantization are step functions: without them curves differ by rounding alone.
+SMOOTH = (
+    "phase.window_kv_fp8=false",
+    "phase.main_kv_fp4=false",
+    "phase.index_mxfp4=false",
+    "model.overrides.index_topk=32",
+    "model.overrides.candidate_topk_blocks=8",
+    "model.overrides.num_experts_per_tok=4",
+)
 CLIP = 100.0  # the gradients below are longer: clipping takes part
 
 
@@ -199,6 +208,36 @@ def test_resume_is_bitwise(home, precision):
     assert rows[0][3] == rows[1][3] and rows[0][4] == rows[1][4]
 
 
+def check_curves(home, layouts):
+    rows = []
+    for number, (world, overrides) in enumerate(layouts):
+        name = f"curve_{number}"
+        assert (
+            run_ranks(train, world, *run_settings(home, name, "optimizer.name=published", *SMOOTH, *overrides))
+            == [0] * world
+        )
+        rows.append([row["loss"] for row in read_metrics(home / name) if "loss" in row])
+    return rows
+
+
+def test_curves_of_layouts_agree(home):
+    one, data, tensor = check_curves(home, [(1, ()), (2, ()), (2, ("parallel.tp=2",))])
+    assert data == pytest.approx(one, rel=1e-4)
+    assert tensor == pytest.approx(one, rel=1e-2)
+
+
+def test_state_of_another_optimizer_is_refused(home):
+    (home / "other" / "iter_0000002").mkdir(parents=True)
+    for name in (".metadata", "metadata.json"):
+        (home / "other" / "iter_0000002" / name).touch()
+    run = tiny_run(*run_settings(home, "other"))
+    (home / "other" / "run.yaml").write_text(run.to_yaml())
+    with pytest.raises(
+        AssertionError, match="was trained with optimizer.name=adamw, whose state optimizer.name=published"
+    ):
+        run_ranks(train, 1, *run_settings(home, "other", "optimizer.name=published"))
+
+
 def frozen_parts(folder, names):
     """On a rank: which of these tensors stay equal between steps 2 and 4. Router biases must be fp32 and move."""
     early, late = stored(folder, 2), stored(folder, 4)
@@ -209,7 +248,7 @@ def frozen_parts(folder, names):
 
 @pytest.mark.parametrize("name", ["published", "adamw"])
 def test_frozen_parameters_do_not_move(home, name):
-    overrides = (f"optimizer.name={name}", "optimizer.frozen=[layers.5.attn.*]", "train.precision=bf16")
+    overrides = (f"optimizer.name={name}", "optimizer.frozen=[layers.5.attn.*]")
     assert run_ranks(train, 1, *run_settings(home, f"frozen_{name}", *overrides)) == [0]
     names = {b.native for b in bind(tiny_run(home).architecture())}
     (same,) = run_ranks(frozen_parts, 1, home / f"frozen_{name}", names)
