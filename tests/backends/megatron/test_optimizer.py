@@ -221,9 +221,11 @@ def check_curves(home, layouts):
 
 
 def test_curves_of_layouts_agree(home):
-    one, data, tensor = check_curves(home, [(1, ()), (2, ()), (2, ("parallel.tp=2",))])
+    overlap, tensor = ("megatron.overlap-grad-reduce=true",), ("parallel.tp=2",)
+    one, data, overlapped, split = check_curves(home, [(1, ()), (2, ()), (2, overlap), (2, tensor)])
     assert data == pytest.approx(one, rel=1e-4)
-    assert tensor == pytest.approx(one, rel=1e-2)
+    assert overlapped == data
+    assert split == pytest.approx(one, rel=1e-2)
 
 
 def test_state_of_another_optimizer_is_refused(home):
