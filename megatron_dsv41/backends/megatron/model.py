@@ -62,7 +62,7 @@ class DSV41Model(LanguageModule):
         self.layout = Layout.of(pg_collection, config.sequence_parallel)
         self.ops = Ops(config.ops)
         self.primitives = MegatronPrimitives(model, self.ops, self.layout, config, pg_collection)
-        self.engram_hash = EngramHash(model, token_map)
+        self.engram_hash = EngramHash(model, token_map.to(torch.cuda.current_device()))
         self.received: Tensor | None = None
         plans = plan_layers(model)
         if self.pre_process:

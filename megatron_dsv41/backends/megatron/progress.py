@@ -55,6 +55,10 @@ class Reporter:
         """Time begins now: set-up does not count."""
         self.begin = self.interval_begin = time.perf_counter()
 
+    def due(self, step: int) -> bool:
+        """This rank reports after `step`."""
+        return self.reports and (step % self.run.logging.interval == 0 or step == self.run.steps)
+
     def step(
         self, step: int, loss: torch.Tensor | None, grad_norm: float | None, lr: float, more: Mapping[str, Any]
     ) -> None:
@@ -63,7 +67,7 @@ class Reporter:
             return
         if loss is not None:
             self.losses.append(loss.detach())
-        if step % self.run.logging.interval and step != self.run.steps:
+        if not self.due(step):
             return
         now = time.perf_counter()
         steps, seconds = step - self.interval_step, now - self.interval_begin

@@ -87,7 +87,7 @@ class Trainer:
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         self.reporter = Reporter(run, resume_step or 0, reports=rank == world - 1)
         self.faults = FaultCheck(run.checkpoint.folder)
-        self.step_metrics: dict[str, Tensor] = {}
+        self.step_sums: tuple[Tensor, Tensor] | None = None
         self.next_lr = run.learning_rate(resume_step or 0)
 
     def pretrain(self) -> int:
@@ -201,13 +201,7 @@ class Trainer:
         stages: list[DSV41Model] = unwrap_model(model)
         speed = self.run.phase.router_bias_speed
         load_L2E, loss_L2 = update_router_biases(stages, speed, self.groups.dp_cp, self.groups.pp)
-        self.step_metrics = load_metrics(load_L2E)
-        # Context shards contribute parts of one value, data-parallel ranks and micro-batches values of their own.
-        balance, index = (loss_L2 / (get_num_microbatches() * self.groups.dp.size())).unbind(1)
-        self.step_metrics["balance_loss"] = balance.sum()
-        if self.run.phase.index_loss != "off":
-            selecting = [plan.layer for plan in plan_layers(self.architecture) if plan.owns_selection]
-            self.step_metrics |= {f"index_kl/{layer}": index[layer] for layer in selecting}
+        self.step_sums = (load_L2E, loss_L2)
 
     def build_optimizer(self, stock: Any, config: Any, model: list[Any], **kwargs: Any) -> Any:
         """Megatron's optimizer, or ours."""
@@ -233,8 +227,21 @@ class Trainer:
     ) -> bool:
         """In place of Megatron's own line. Returns whether memory is to be reported: no."""
         lr, self.next_lr = self.next_lr, learning_rate or 0.0  # Megatron has already set the next step's
-        self.reporter.step(iteration, loss_dict.get("lm loss"), grad_norm, lr, self.step_metrics)
+        self.reporter.step(iteration, loss_dict.get("lm loss"), grad_norm, lr, self._layer_metrics(iteration))
         return False
+
+    def _layer_metrics(self, step: int) -> dict[str, Tensor]:
+        """Router load and auxiliary losses by layer, where they are reported."""
+        if self.step_sums is None or not self.reporter.due(step):
+            return {}
+        load_L2E, loss_L2 = self.step_sums
+        # Context shards contribute parts of one value, data-parallel ranks and micro-batches values of their own.
+        balance, index = (loss_L2 / (get_num_microbatches() * self.groups.dp.size())).unbind(1)
+        metrics = load_metrics(load_L2E) | {"balance_loss": balance.sum()}
+        if self.run.phase.index_loss != "off":
+            selecting = [plan.layer for plan in plan_layers(self.architecture) if plan.owns_selection]
+            metrics |= {f"index_kl/{layer}": index[layer] for layer in selecting}
+        return metrics
 
     def evaluate(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
         """Keep what Megatron's evaluation finds."""
