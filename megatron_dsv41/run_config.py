@@ -115,13 +115,20 @@ class Batch:
                 raise ValueError(f"batch.{key} must be positive, got {value}")
 
 
+# The report's run in tokens (SPEC 17): its length; ends of 2000 warm-up steps of 96 Mi tokens, constant rate, cosine.
+PUBLISHED_TOKENS = 45e12
+PUBLISHED_CORNERS = (2000 * 96 * 2**20, 28e12, 40e12)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Learning rate over the run: linear warm-up, a stable part, a cosine to `min_lr`, then constant (SPEC 17).
 
-    Lengths are in `unit`. `cosine: null` takes all that warm-up and stable leave.
+    Lengths are in `unit`. `cosine: null` takes all that warm-up and stable leave. `shape: published` scales the
+    report's schedule to the run's length instead, with a tenth of the peak as `min_lr`; it takes no other setting.
     """
 
+    shape: Literal["given", "published"] = "given"
     unit: Literal["steps", "tokens"] = "steps"
     warmup: int = 0
     stable: int = 0
@@ -133,6 +140,9 @@ class Schedule:
             value = getattr(self, key)
             if value is not None and value < 0:
                 raise ValueError(f"schedule.{key} must not be negative, got {value}")
+        given = (self.warmup, self.stable, self.cosine, self.min_lr) != (0, 0, None, 0.0)
+        if self.shape == "published" and given:
+            raise ValueError("schedule.shape published follows from the run's length: leave out the other settings")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,8 +240,8 @@ class Run:
             raise ValueError(f"train.tokens {self.train.tokens} is less than one step of {self.tokens_per_step} tokens")
         if self.eval.interval is not None and not self.data.valid:
             raise ValueError("eval.interval is set but data.valid is empty: name the validation prefixes")
-        if self.schedule.min_lr > self.optimizer.lr:
-            raise ValueError(f"schedule.min_lr {self.schedule.min_lr} exceeds optimizer.lr {self.optimizer.lr}")
+        if self.min_lr > self.optimizer.lr:
+            raise ValueError(f"schedule.min_lr {self.min_lr} exceeds optimizer.lr {self.optimizer.lr}")
         warmup, stable, cosine = self.lr_steps
         if warmup + stable + cosine > self.steps:
             raise ValueError(
@@ -257,15 +267,23 @@ class Run:
     @property
     def lr_steps(self) -> tuple[int, int, int]:
         """(warm-up, stable, cosine) lengths in steps."""
+        if self.schedule.shape == "published":
+            warmup, constant, end = (round(self.steps * tokens / PUBLISHED_TOKENS) for tokens in PUBLISHED_CORNERS)
+            return warmup, constant - warmup, end - constant
         per_step = 1 if self.schedule.unit == "steps" else self.tokens_per_step
         warmup, stable = round(self.schedule.warmup / per_step), round(self.schedule.stable / per_step)
         cosine = self.schedule.cosine
         return warmup, stable, max(0, self.steps - warmup - stable) if cosine is None else round(cosine / per_step)
 
+    @property
+    def min_lr(self) -> float:
+        """Learning rate at the end."""
+        return self.optimizer.lr / 10 if self.schedule.shape == "published" else self.schedule.min_lr
+
     def learning_rate(self, step: int) -> float:
         """Learning rate of the update that ends step `step` (1-based count of finished steps before it: `step`)."""
         warmup, stable, cosine = self.lr_steps
-        peak, low = self.optimizer.lr, self.schedule.min_lr
+        peak, low = self.optimizer.lr, self.min_lr
         if warmup and step <= warmup:
             return peak * step / warmup
         step -= warmup + stable

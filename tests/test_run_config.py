@@ -1,9 +1,13 @@
 """The run file: numbers, overrides, round trip, and an error with a name for every mistake."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from megatron_dsv41.run_config import load_run, run_from_dict
+
+RECIPE = Path(__file__).parent.parent / "examples" / "flash_recipe.yaml"
 
 MINIMAL = """
 model: {preset: tiny}
@@ -87,3 +91,20 @@ def test_tokens_decide_steps_and_batch():
     assert run.lr_steps == (2, 0, 8)
     with pytest.raises(ValueError, match="not a multiple of data.seq_length 64"):
         make("batch={tokens: 1000}")
+
+
+def test_the_published_recipe():
+    run = load_run(RECIPE)
+    assert run.tokens_per_step == 100_663_296 and run.steps == 447_035
+    at = {step: run.learning_rate(step) for step in (1000, 2000, 278_155, 400_000, 447_035)}
+    assert at[1000] == pytest.approx(1.3e-4) and at[2000] == at[278_155] == 2.6e-4
+    assert at[400_000] == at[447_035] == pytest.approx(2.6e-5)
+    middle = (278_155 + 397_364) // 2
+    assert run.learning_rate(middle) == pytest.approx((2.6e-4 + 2.6e-5) / 2, rel=1e-3)
+    short = load_run(RECIPE, ["train.tokens=450_000_000_000"])
+    assert short.learning_rate(short.steps // 2) == 2.6e-4 and short.learning_rate(10) == pytest.approx(1.3e-4)
+
+
+def test_the_published_shape_takes_no_other_setting():
+    with pytest.raises(ValueError, match="leave out the other settings"):
+        make("schedule.shape=published", "schedule.warmup=5")

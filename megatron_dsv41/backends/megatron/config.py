@@ -118,7 +118,7 @@ def _optimizer_arguments(run: Run) -> dict[str, Any]:
     values = {
         "optimizer": "adam",
         "lr": optimizer.lr,
-        "min-lr": run.schedule.min_lr,
+        "min-lr": run.min_lr,
         "adam-beta1": optimizer.beta1,
         "adam-beta2": optimizer.beta2,
         "adam-eps": optimizer.eps,
