@@ -8,7 +8,7 @@ not changed and re-quantizes the others by the published rule (SPEC 19.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -122,6 +122,7 @@ def export_checkpoint(
     storage: ExportStorage | None = None,
     like: Path | str | None = None,
     shards: ShardPlan | None = None,
+    plain: Sequence[str] = (),
     effort: Effort = DEFAULT_EFFORT,
 ) -> None:
     """Native folder, or any `StateSource` with its config, -> released folder (new or empty).
@@ -129,7 +130,8 @@ def export_checkpoint(
     storage: "source" as the checkpoint came in; "released" the release's quantized layout; "bf16" or "fp32" plain.
     Default: "source" where the origin is known, else by the config. like: a native or released folder that the model
     started from; scales, carried-through tensors, storage, shard split and side files come from it. A native `src` is
-    its own `like`. shards: "source" the origin's split, "release" by role, or a number of bytes per file.
+    its own `like`. shards: "source" the origin's split, "release" by role, or a number of bytes per file. plain:
+    patterns of released names that stay bfloat16 in a quantized export.
     """
     dst = Path(dst)
     require_free_target(dst)
@@ -145,7 +147,7 @@ def export_checkpoint(
     if config is None:
         raise ValueError("export needs a config, or `like`: a folder that has one")
     refuse(str(dst), check_native({name: source.shape(name) for name in source.names()}, bind(config)))
-    plan = ExportPlan(source, config, origin, storage or ("source" if origin else None))
+    plan = ExportPlan(source, config, origin, storage or ("source" if origin else None), plain)
     units, largest = plan.units()
     files = plan.shards(shards)
 

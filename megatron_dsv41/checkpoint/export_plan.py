@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -107,9 +108,17 @@ class ExportPlan:
     """An export, decided: `specs`, `shards` and `units` follow from source, origin and wished storage.
 
     storage None: as the config says (quantized in the released layout if it has a quantization_config, else plain).
+    plain: patterns of released names (`layers.*.attn.*`) to be stored in bfloat16 instead of quantized.
     """
 
-    def __init__(self, source: StateSource, config: DSV41Config, origin: Origin | None, storage: ExportStorage | None):
+    def __init__(
+        self,
+        source: StateSource,
+        config: DSV41Config,
+        origin: Origin | None,
+        storage: ExportStorage | None,
+        plain: Sequence[str] = (),
+    ):
         if storage == "source" and origin is None:
             raise ValueError(
                 "storage 'source' needs to know where the model came from: give `like`, or another storage"
@@ -117,17 +126,32 @@ class ExportPlan:
         self.source = source
         self.origin = origin
         self.storage = storage
-        self.config = _exported_config(config, storage)
+        self.config = _exported_config(config, storage, plain)
         self.bindings = bind(config)
         self._carried = [n for n in origin.folder.tensors if is_carried(n)] if origin else []
         self._carried_storage = {name: storage for name, (_, storage) in carried_tensors(config).items()}
-        self._wanted = origin.inventory if origin and storage == "source" else released_inventory(self.config)
+        wanted = origin.inventory if origin and storage == "source" else released_inventory(self.config)
+        self._wanted = self._unquantize(wanted, plain)
         missing = [name for b in self.bindings for name in b.released if name not in self._wanted]
         if missing:
             raise ValueError(
                 f"the origin {origin.folder.path if origin else ''} has no {missing[0]} ({len(missing)} such tensors): "
                 "it is another model; choose another `like` or another storage"
             )
+
+    def _unquantize(self, wanted: Inventory, patterns: Sequence[str]) -> Inventory:
+        """The inventory with matching weights in bfloat16; a pattern that matches none is a ValueError."""
+        if not patterns:
+            return wanted
+        shapes = {name: binding.part_shape for binding in self.bindings for name in binding.released}
+        shapes |= {name: shape for name, (shape, _) in carried_tensors(self.config).items()}
+        result = dict(wanted)
+        for pattern in patterns:
+            names = [n for n in fnmatch.filter(shapes, pattern) if n in wanted and wanted[n][0] in QUANTIZED]
+            if not names:
+                raise ValueError(f"plain: no quantized tensor matches {pattern!r} (patterns are of released names)")
+            result |= {name: ("BF16", shapes[name]) for name in names}
+        return result
 
     @functools.cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -154,7 +178,7 @@ class ExportPlan:
             return shards_by_size(self.specs, int(plan))
         if self.origin is None:
             raise ValueError("shards 'source' needs to know where the model came from: give `like`, or a size")
-        if self.storage == "source":
+        if {spec.name for spec in self.specs} == set(self.origin.inventory) and self.storage == "source":
             return list(self.origin.shards)
         files = self.origin.files
         return shards_by_file(self.specs, {s.name: files.get(s.name) or files[weight_name(s.name)] for s in self.specs})
@@ -179,7 +203,8 @@ class ExportPlan:
         if not isinstance(self.source, NativeSource | ReleasedSource):
             return None
         origin = fingerprint(self.origin.folder) if self.origin else None
-        return ["export", fingerprint(self.source.folder), origin, self.storage, self.config.to_hf()]
+        names = [[spec.name, spec.dtype] for spec in self.specs]
+        return ["export", fingerprint(self.source.folder), origin, names, self.config.to_hf()]
 
     def _specs_of(self, name: str, shape: tuple[int, ...], dtype: str, storage: Storage) -> Iterator[TensorSpec]:
         form = stored_format(dtype, storage)
@@ -279,7 +304,7 @@ class ExportPlan:
         """dtype in which a carried-through weight is written."""
         assert self.origin
         stored = self.origin.folder.info(name).dtype
-        if self.storage == "source" or name not in self._carried_storage:
+        if name not in self._carried_storage or name not in self._wanted:
             decoded = {"bf16": "BF16", "fp32": "F32"}.get(self.storage or "", stored)
             return decoded if stored in QUANTIZED else stored
         return self._wanted[name][0]
@@ -327,11 +352,16 @@ class ExportPlan:
         yield from (unit(rows) for rows in row_pieces(info.shape, stacked=False))
 
 
-def _exported_config(config: DSV41Config, storage: ExportStorage | None) -> DSV41Config:
+def _exported_config(config: DSV41Config, storage: ExportStorage | None, plain: Sequence[str]) -> DSV41Config:
     """The config that describes the exported storage."""
     if storage in ("bf16", "fp32"):
+        if plain:
+            raise ValueError(f"plain patterns have no meaning with storage {storage!r}, which quantizes nothing")
         dtype = "bfloat16" if storage == "bf16" else "float32"
         return dataclasses.replace(config, quantization=None, dtype=dtype)
     if storage == "released" and config.quantization is None:
-        return dataclasses.replace(config, quantization=presets.flash().quantization)
+        config = dataclasses.replace(config, quantization=presets.flash().quantization)
+    if plain and config.quantization is not None:
+        quantization = dict(config.quantization) | {"modules_to_not_convert": list(plain)}
+        config = dataclasses.replace(config, quantization=quantization)
     return config

@@ -21,6 +21,7 @@ EPILOG = """examples:
   dsv41 convert export native/ out/                          # as it came in: the same bytes where nothing changed
   dsv41 convert export native/ out/ --storage bf16 --shards 10GB
   dsv41 convert export runs/first out/                       # a training run's newest checkpoint, its tokenizer too
+  dsv41 convert export native/ out/ --storage released --plain 'layers.*.attn.*'
   dsv41 convert verify DeepSeek-V4.1-Flash                   # names, shapes, scales, non-finite values
   dsv41 convert verify native/ out/                          # compare two, tensor by tensor
 
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("source", "bf16", "fp32", "released"),
         help="as the checkpoint came in (default), plain, or quantized as the release",
     )
+    add("--plain", action="append", default=[], metavar="PATTERN", help="keep matching released names in bfloat16")
     add("--like", metavar="FOLDER", help="where the model came from (default: SRC knows)")
     add("--step", type=int, help="which checkpoint of a training run (default: the newest)")
     add("--shards", help="source, release, or a size such as 5GB per file (default: source with --storage source)")
@@ -113,7 +115,13 @@ def _export(args: argparse.Namespace) -> int:
     if args.step is not None:
         raise ValueError(f"--step chooses among the checkpoints of a training run; {args.src} is none")
     export_checkpoint(
-        _folder(args.src), args.dst, storage=args.storage, like=args.like, shards=shards, effort=_effort(args)
+        _folder(args.src),
+        args.dst,
+        storage=args.storage,
+        like=args.like,
+        shards=shards,
+        plain=args.plain,
+        effort=_effort(args),
     )
     print(f"exported {args.src} to {args.dst}")
     return 0
@@ -132,6 +140,7 @@ def _export_run(args: argparse.Namespace, shards: ShardPlan | None) -> int:
         storage=args.storage,
         like=args.like or source.run.train.init_from,
         shards=shards,
+        plain=args.plain,
         effort=_effort(args),
     )
     print(f"exported step {source.step} of {args.src} to {args.dst}")

@@ -111,6 +111,27 @@ def test_plain_checkpoint_quantizes_to_the_released_layout(tmp_path):
         assert error < (0.15 if "experts.w" in name else 0.03), name
 
 
+@pytest.mark.parametrize("storage", ["source", "released"])
+def test_quantization_can_leave_tensors_out(tmp_path, full_released, full_native, storage):
+    plain = ["layers.*.attn.wq_?.weight", "mtp.0.ffn.experts.*"]
+    export_checkpoint(full_native, tmp_path / "out", storage=storage, plain=plain)
+    old, new = SafetensorsFolder(full_released), SafetensorsFolder(tmp_path / "out")
+    assert new.info("layers.3.attn.wq_a.weight").dtype == new.info("mtp.0.ffn.experts.1.w2.weight").dtype == "BF16"
+    assert new.info("mtp.1.ffn.experts.1.w2.weight").dtype == "I8" and "layers.3.attn.wq_a.scale" not in new.tensors
+    assert all(same_bits(old.read(n), new.read(n)) for n in new.tensors if new.info(n).dtype == old.info(n).dtype)
+    before, after = load_released(full_released), load_released(tmp_path / "out")
+    assert all(same_bits(before[name], after[name]) for name in before)
+    assert DSV41Config.load(tmp_path / "out").quantization["modules_to_not_convert"] == plain
+
+
+@pytest.mark.parametrize(
+    ("storage", "plain"), [("released", "layer.*"), ("released", "norm.weight"), ("bf16", "layers.*")]
+)
+def test_useless_patterns_are_refused(tmp_path, full_native, storage, plain):
+    with pytest.raises(ValueError, match="plain"):
+        export_checkpoint(full_native, tmp_path / "out", storage=storage, plain=[plain])
+
+
 def test_trained_tensors_are_quantized_anew_and_the_rest_keeps_its_bytes(tmp_path, full_released):
     state = load_released(full_released)
     state["layers.2.attn.wq_b.weight"] = state["layers.2.attn.wq_b.weight"].clone()
