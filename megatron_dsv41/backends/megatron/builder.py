@@ -38,6 +38,8 @@ class DSV41ModelConfig(ModelConfig):
 class DSV41ModelBuilder(ModelBuilder[DSV41Model, DSV41ModelConfig]):
     """Builds the stages of this rank and wraps them in Megatron's DDP."""
 
+    _model_config: DSV41ModelConfig
+
     def build_model(
         self,
         pg_collection: ProcessGroupCollection,
@@ -61,7 +63,7 @@ class DSV41ModelBuilder(ModelBuilder[DSV41Model, DSV41ModelConfig]):
         data_parallel_random_init: bool = True,
         mixed_precision_wrapper: Callable[[Any, MegatronModule], MegatronModule] | None = None,
         model_type: ModelType = ModelType.encoder_or_decoder,
-    ) -> list[DSV41Model]:
+    ) -> list[Any]:
         """All stages of this rank. No precision wrapper is used: the model is built in its dtypes, and Megatron's
         Float16Module would round the parameters that stay fp32 (mHC, sinks, router biases)."""
         stages = unimodal_build_distributed_models(

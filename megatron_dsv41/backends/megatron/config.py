@@ -194,7 +194,7 @@ def transformer_config(run: Run, arguments: Any) -> DSV41TransformerConfig:
     """The TransformerConfig of a run from Megatron's own arguments."""
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    config = core_transformer_config_from_args(arguments, DSV41TransformerConfig)
+    config: Any = core_transformer_config_from_args(arguments, DSV41TransformerConfig)
     config.architecture = run.architecture()
     config.phase = run.phase
     config.ops = dict(run.ops)

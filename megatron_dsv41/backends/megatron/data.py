@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -50,7 +50,7 @@ def build_datasets(run: Run, tokenizer: TokenizerIdentity, cache: str) -> tuple[
         random_seed=run.train.seed,
         sequence_length=run.data.seq_length,
         blend_per_split=[_blend(run.data.train), _blend(run.data.valid) if run.eval.interval else None, None],
-        tokenizer=tokenizer,
+        tokenizer=cast(Any, tokenizer),  # of Megatron's tokenizers, GPTDataset asks for these attributes alone
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron_dsv41.backends.megatron.model import DSV41Model
 from megatron_dsv41.backends.megatron.state_dict import local_part
 from megatron_dsv41.checkpoint.sources import NativeSource, ReleasedSource, StateSource, is_native
 from megatron_dsv41.config import DSV41Config
@@ -21,8 +21,8 @@ def open_weights(path: str | Path, config: DSV41Config) -> StateSource:
 
 
 @torch.no_grad()
-def load_weights(stages: list[DSV41Model], source: StateSource) -> list[DSV41Model]:
-    """Copy this rank's part of every tensor into the stages and return them. Reads one tensor at a time."""
+def load_weights(stages: list[Any], source: StateSource) -> list[Any]:
+    """Copy this rank's part of every tensor into the stages (DSV41Model) and return them; one tensor at a time."""
     for stage in stages:
         for name, target in stage.state_dict(keep_vars=True).items():
             target.copy_(local_part(source.read(name), target, stage.layout))

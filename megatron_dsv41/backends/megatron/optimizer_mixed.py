@@ -143,6 +143,7 @@ class MegatronMixedOptimizer(MegatronOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Take what `sharded_state_dict` described. Rates are the scheduler's, which Megatron loads beside it."""
         for entry in self._entries():
+            assert entry.data is not None
             entry.data.copy_(state_dict[entry.key])
 
     def _entries(self) -> Iterator[ShardedTensor]:

@@ -81,9 +81,10 @@ def _torch_adamw_state_of_distributed_optimizer() -> None:
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].detach().clone()
 
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
-    DistributedOptimizer.state_dict = state_dict
-    DistributedOptimizer.load_state_dict = load_state_dict
+    patched: Any = DistributedOptimizer
+    patched._set_main_param_and_optimizer_states = set_states
+    patched.state_dict = state_dict
+    patched.load_state_dict = load_state_dict
 
 
 # What `hooked` may answer. The reason is what pretrain() would otherwise do.

@@ -127,30 +127,32 @@ class InterleavedCommunicator(P2PCommunicator):
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
         """A packed boundary from the previous stage."""
-        return super().recv_forward((self.numel,), is_first_stage)
+        return super().recv_forward(torch.Size([self.numel]), is_first_stage)
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
         """The gradient of what this stage sent on."""
-        return super().recv_backward((self.numel,), is_last_stage)
+        return super().recv_backward(torch.Size([self.numel]), is_last_stage)
 
     def send_forward_recv_forward(
         self, output_tensor: Tensor, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
         """See the two."""
-        return super().send_forward_recv_forward(output_tensor, recv_prev, (self.numel,), overlap_p2p_comm)
+        return super().send_forward_recv_forward(output_tensor, recv_prev, torch.Size([self.numel]), overlap_p2p_comm)
 
     def send_backward_recv_backward(
         self, input_tensor_grad: Tensor, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
         """See the two."""
-        return super().send_backward_recv_backward(input_tensor_grad, recv_next, (self.numel,), overlap_p2p_comm)
+        return super().send_backward_recv_backward(
+            input_tensor_grad, recv_next, torch.Size([self.numel]), overlap_p2p_comm
+        )
 
     def send_forward_backward_recv_forward_backward(
         self, output_tensor: Tensor, input_tensor_grad: Tensor, recv_prev: bool, recv_next: bool, tensor_shape: Any
     ) -> Any:
         """All four."""
         return super().send_forward_backward_recv_forward_backward(
-            output_tensor, input_tensor_grad, recv_prev, recv_next, (self.numel,)
+            output_tensor, input_tensor_grad, recv_prev, recv_next, torch.Size([self.numel])
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ def update_router_biases(
     torch.distributed.all_reduce(loss_L2, group=data_group)
     for stage in stages:
         for layer, block in stage.layers.items():
-            gate, load_2E = block.ffn.gate, load_L2E[int(layer)]
+            gate: Any = block.get_submodule("ffn.gate")
+            load_2E = load_L2E[int(layer)]
             for bias_E, load_E in ((gate.bias, load_2E[0]), (gate.bias_vl, load_2E[1])):
                 bias_E += speed * torch.sign(load_E.mean() - load_E)
     if pipeline_group.size() > 1:
