@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import cpp_extension
 
 LARGEST_STATIC_SHARED = 48 * 1024  # bytes that need no opt-in
 
@@ -19,10 +20,15 @@ def kernel(file: str, name: str, shared_bytes: int, device: int) -> Any:
     # wgmma and setmaxnreg exist only in the architecture-specific target.
     target = f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
     source = (Path(__file__).parent / file).read_text()
-    with torch.cuda.device(device):
-        compiled = torch.cuda._compile_kernel(source, name, compute_capability=target)
-        if shared_bytes > LARGEST_STATIC_SHARED:
-            compiled.set_shared_memory_config(shared_bytes)
+    # torch puts a toolkit's headers on the path and fails where there is no toolkit. The sources include no header.
+    home, cpp_extension.CUDA_HOME = cpp_extension.CUDA_HOME, cpp_extension.CUDA_HOME or "/"
+    try:
+        with torch.cuda.device(device):
+            compiled = torch.cuda._compile_kernel(source, name, compute_capability=target)
+            if shared_bytes > LARGEST_STATIC_SHARED:
+                compiled.set_shared_memory_config(shared_bytes)
+    finally:
+        cpp_extension.CUDA_HOME = home
     return compiled
 
 

@@ -178,8 +178,10 @@ __device__ __forceinline__ void pack16(Vec& a, Vec& b) {
     b = odd;
 }
 
-// Table of latents: window rows, then compressed rows, packed. One thread per 16 channels.
-extern "C" __global__ void pack_rows(const u16* window, const u16* keys, u16* table, int num_window, int num_rows) {
+// Table of latents: window rows, then compressed rows, packed. One thread per 16 channels. With `clear`, also zeroes the
+// fp32 rows that the backward adds to.
+extern "C" __global__ void pack_rows(const u16* window, const u16* keys, u16* table, float* sums, int num_window,
+                                     int num_rows, int clear) {
     const long long at = (long long)blockIdx.x * THREADS + threadIdx.x;
     const long long row = at / (DIM / 16);
     if (row >= num_rows) return;
@@ -188,6 +190,10 @@ extern "C" __global__ void pack_rows(const u16* window, const u16* keys, u16* ta
     pack16(a, b);
     reinterpret_cast<Vec*>(table + at * 16)[0] = a;
     reinterpret_cast<Vec*>(table + at * 16)[1] = b;
+    if (clear) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) reinterpret_cast<Vec*>(sums + at * 16)[i] = {0, 0, 0, 0};
+    }
 }
 
 // Table rows behind the token's slots, -1 = none, padded to whole blocks. Returns how many blocks hold a used slot.

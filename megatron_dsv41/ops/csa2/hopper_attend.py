@@ -23,12 +23,13 @@ FORWARD_BYTES = 3 * TILE_BYTES + 3 * 64 * 128 + (3 * 64 + 8) * 4 + 7 * 8 + 14 * 
 BACKWARD_BYTES = 3 * TILE_BYTES + 3 * 64 * 128 + 2 * 64 * 4 + 64 + SLOT_BYTES
 
 
-def latent_table(window_kv: Tensor, keys: Tensor) -> Tensor:
-    """Rows of both latents in the kernels' channel order, bf16 [J + C, 512]."""
+def latent_table(window_kv: Tensor, keys: Tensor, sums: Tensor | None = None) -> Tensor:
+    """Rows of both latents in the kernels' channel order, bf16 [J + C, 512]; `sums` fp32 of that shape is zeroed."""
     rows = len(window_kv) + len(keys)
     table = window_kv.new_empty(rows, window_kv.shape[1])
     blocks = -(-rows * window_kv.shape[1] // (16 * THREADS))
-    launch(FILE, "pack_rows", blocks, THREADS, window_kv, keys, table, len(window_kv), rows)
+    target, clear = (table, 0) if sums is None else (sums, 1)
+    launch(FILE, "pack_rows", blocks, THREADS, window_kv, keys, table, target, len(window_kv), rows, clear)
     return table
 
 
@@ -54,8 +55,8 @@ def backward(
     if problem.deterministic:
         return triton_attend.backward(problem, q, window_kv, keys, topk, start, out, lse, grad_out)
     grad_q, delta = torch.empty_like(q), torch.empty_like(lse)
-    table = latent_table(window_kv, keys)
-    grad_table = torch.zeros_like(table, dtype=torch.float32)
+    grad_table = q.new_empty(len(window_kv) + len(keys), problem.dim, dtype=torch.float32)
+    table = latent_table(window_kv, keys, grad_table)
     if problem.num_tokens:
         launch(
             FILE, "attend_backward", problem.num_tokens, THREADS, q, out, grad_out, table, topk, lse, start,
