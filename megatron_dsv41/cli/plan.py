@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -50,9 +51,11 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
     config = planned.architecture()
     layout = _layout(planned, ranks)
     report = describe_model(config, planned.phase, planned.data.seq_length)
-    report["memory"] = describe_memory(config, layout)
     if planned.optimizer.name != "adamw":
-        report["optimizer"] = _describe_updates(planned)
+        report["optimizer"] = groups = _describe_updates(planned)
+        state = sum(group["state_bytes"] * group["parameters"] for group in groups)
+        layout = dataclasses.replace(layout, state_bytes=state / sum(group["parameters"] for group in groups))
+    report["memory"] = describe_memory(config, layout)
     if with_schedule:
         flops = report["flops_per_token"]["training"]
         warmup, stable, cosine = planned.lr_steps

@@ -1,7 +1,8 @@
 """Estimated memory of one rank from the config and the layout, as stated formulas. For planning, not for accounting.
 
 Per parameter: weights in the training dtype; gradients fp32; AdamW state 12 bytes for bf16 weights (fp32 main copy
-and two moments), 8 for fp32 weights, divided over the ranks that share the parameter when the optimizer is
+and two moments), 8 for fp32 weights, or what the layout says;
+divided over the ranks that share the parameter when the optimizer is
 distributed. Engram rows divide over their own group. Activations divide over context parallelism, and over tensor
 parallelism when the sequence does.
 """
@@ -39,6 +40,7 @@ class Layout:
     seq_length: int = 4096
     recompute: Recompute = "none"
     distributed_optimizer: bool = True
+    state_bytes: float | None = None  # optimizer state per parameter, on average; None: AdamW's
     cut: str | None = None  # Megatron's pipeline layout string; None: even
 
     def __post_init__(self) -> None:
@@ -129,7 +131,8 @@ def _stage_memory(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[La
         (math.ceil(tables / layout.engram), max(layout.world // layout.pipeline // layout.engram, 1)),
     )
     held = sum(size for size, _ in parts)
-    state = 8 if dtype_bytes(c) == 4 else 12
+    adamw = 8 if dtype_bytes(c) == 4 else 12
+    state = adamw if layout.state_bytes is None else layout.state_bytes
     shared = (size / (sharers if layout.distributed_optimizer else 1) for size, sharers in parts)
     return StageMemory(
         layers=tuple(plan.layer for plan in plans),

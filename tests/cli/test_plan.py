@@ -95,6 +95,8 @@ def test_updates_of_the_published_optimizer(capsys):
     assert groups["attn.wq_b.weight"]["matrices"] == 64 and groups["attn.wq_b.weight"]["matrix"] == [512, 1280]
     assert groups["ffn.experts.w13"]["matrices"] == 768 and groups["ffn.experts.w13"]["matrix"] == [2304, 5120]
     assert groups["engram.embed.weight"]["update"] == "sinkhorn" and groups["engram.embed.weight"]["lr_multiplier"] == 5
+    adamw, own = planned(capsys, "--preset", "flash")["memory"]["stages"][0], report["memory"]["stages"][0]
+    assert own["optimizer"] / adamw["optimizer"] == pytest.approx(8 / 12, rel=1e-3)  # one moment less
     assert groups["norm.weight"]["state_bytes"] == 12 and groups["attn.attn_sink"]["state_bytes"] == 8
     assert main(["plan", "--preset", "flash", "optimizer.name=published"]) == 0
     assert "64 x [512, 1280]" in capsys.readouterr().out
