@@ -1,10 +1,9 @@
 """Estimated memory of one rank from the config and the layout, as stated formulas. For planning, not for accounting.
 
 Per parameter: weights in the training dtype; gradients fp32; AdamW state 12 bytes for bf16 weights (fp32 main copy
-and two moments), 8 for fp32 weights, or what the layout says;
-divided over the ranks that share the parameter when the optimizer is
-distributed. Engram rows divide over their own group. Activations divide over context parallelism, and over tensor
-parallelism when the sequence does.
+and two moments), 8 for fp32 weights, or what the layout says; divided over the ranks that share the parameter when
+the optimizer is distributed. Engram rows divide over their own group. Activations divide over context parallelism,
+and over tensor parallelism when the sequence does.
 """
 
 from __future__ import annotations
