@@ -40,14 +40,35 @@ PROVIDERS: dict[str, dict[str, str]] = {
         "ref": "megatron_dsv41.ops.mhc.ref:site",
         "triton": "megatron_dsv41.ops.mhc.triton_site:site",
     },
-    "engram.gate": {"ref": "megatron_dsv41.ops.engram.ref:gate"},
-    "norm.rms_norm": {"ref": "megatron_dsv41.ops.norm.ref:rms_norm"},
-    "rope.rotate": {"ref": "megatron_dsv41.ops.rope.ref:rotate"},
-    "quant.fake_fp8": {"ref": "megatron_dsv41.ops.quant.ref:fake_fp8"},
-    "quant.fake_mxfp4": {"ref": "megatron_dsv41.ops.quant.ref:fake_mxfp4"},
-    "quant.fake_fp4": {"ref": "megatron_dsv41.ops.quant.ref:fake_fp4"},
+    "engram.gate": {
+        "ref": "megatron_dsv41.ops.engram.ref:gate",
+        "triton": "megatron_dsv41.ops.engram.triton_gate:gate",
+    },
+    "norm.rms_norm": {
+        "ref": "megatron_dsv41.ops.norm.ref:rms_norm",
+        "triton": "megatron_dsv41.ops.norm.triton_rms:rms_norm",
+    },
+    "rope.rotate": {
+        "ref": "megatron_dsv41.ops.rope.ref:rotate",
+        "triton": "megatron_dsv41.ops.rope.triton_rotate:rotate",
+    },
+    "quant.fake_fp8": {
+        "ref": "megatron_dsv41.ops.quant.ref:fake_fp8",
+        "triton": "megatron_dsv41.ops.quant.triton_fake:fake_fp8",
+    },
+    "quant.fake_mxfp4": {
+        "ref": "megatron_dsv41.ops.quant.ref:fake_mxfp4",
+        "triton": "megatron_dsv41.ops.quant.triton_fake:fake_mxfp4",
+    },
+    "quant.fake_fp4": {
+        "ref": "megatron_dsv41.ops.quant.ref:fake_fp4",
+        "triton": "megatron_dsv41.ops.quant.triton_fake:fake_fp4",
+    },
     "routing.route": {"ref": "megatron_dsv41.ops.routing.ref:route"},
-    "routing.swiglu": {"ref": "megatron_dsv41.ops.routing.ref:swiglu"},
+    "routing.swiglu": {
+        "ref": "megatron_dsv41.ops.routing.ref:swiglu",
+        "triton": "megatron_dsv41.ops.routing.triton_swiglu:swiglu",
+    },
 }
 
 

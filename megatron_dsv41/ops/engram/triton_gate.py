@@ -24,8 +24,8 @@ class Launch:
 
 
 # Chosen by tools/bench_fused.py on one H200.
-FORWARD = Launch(block=1024, warps=4, stages=1, programs=132)
-BACKWARD = Launch(block=1024, warps=8, stages=1, programs=264)
+FORWARD = Launch(block=1024, warps=4, stages=1, programs=528)
+BACKWARD = Launch(block=1024, warps=4, stages=1, programs=264)
 
 
 class _Gate(torch.autograd.Function):
