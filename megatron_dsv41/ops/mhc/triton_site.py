@@ -35,7 +35,7 @@ class Tile:
 
 # Chosen by tools/bench_fused.py on one H200.
 FORWARD = Tile(tokens=64, channels=64, warps=4, stages=1, blocks=13)
-BACKWARD = Tile(tokens=16, channels=64, warps=4, stages=1, blocks=13)
+BACKWARD = Tile(tokens=16, channels=64, warps=4, stages=1, blocks=6)
 EXACT = Tile(tokens=16, channels=64, warps=4, stages=1, blocks=3)  # fp32 streams: products in fp32, for tests
 
 
@@ -116,7 +116,7 @@ class _Site(torch.autograd.Function):
         of_fn = of_base = of_scale = None
         if project:
             of_fn, of_base, of_scale = torch.empty_like(fn), torch.empty_like(base), torch.empty_like(scale)
-            kernels.sum_fn_gradients[(triton.cdiv(fn.shape[1], 64) + 1,)](
+            kernels.sum_fn_gradients[(triton.cdiv(fn.shape[1], 64) + 3,)](
                 grad_fn, params, of_fn, of_base, of_scale, grad_fn.shape[0], params.shape[0],
                 CHANNELS=fn.shape[1], BLOCK_C=64, num_warps=4,
             )  # fmt: skip
@@ -129,8 +129,9 @@ def _weights(plan: Plan, sums: Tensor, base: Tensor, scale: Tensor, grads: list[
     weight, params = torch.empty_like(sums), sums.new_empty(programs, 2, WIDTH)
     has = {f"HAS_{name}": g is not None for name, g in zip(("PRE", "POST", "COMB"), grads, strict=True)}
     kernels.predict_backward[(programs,)](
-        sums, base, scale, *grads, weight, params, tokens, **has, **plan.constants(dim), BLOCK_T=SUM_TOKENS, num_warps=1
-    )
+        sums, base, scale, *grads, weight, params, tokens,
+        **has, **plan.constants(dim), BLOCK_T=SUM_TOKENS, num_warps=1,
+    )  # fmt: skip
     return weight, params
 
 

@@ -37,8 +37,23 @@ def _once(x):
 
 
 @triton.jit
-def _load_fn(fn_ptr, cols, D: tl.constexpr, stream: tl.constexpr):
-    """fn of one stream for this program's channels, fp32 [C, WIDTH], rows past 24 zero."""
+def _beside(a, b, c, d):
+    """Four streams [T, C] -> [T, 4 C], joined in registers: one product takes them all, and is waited for once."""
+    four = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(tl.permute(four, (0, 2, 3, 1)), [a.shape[0], 4 * a.shape[1]])
+
+
+@triton.jit
+def _load_fn(fn_ptr, chunk, D: tl.constexpr, C: tl.constexpr):
+    """fn of all streams for this program's channels, fp32 [4 C, WIDTH], columns past 24 zero."""
+    row, k = tl.arange(0, 4 * C), tl.arange(0, WIDTH)
+    at = k[None, :] * (4 * D) + ((row // C) * D + chunk * C + row % C)[:, None]
+    return tl.load(fn_ptr + at, mask=(k < SQUARES)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_stream(fn_ptr, cols, D: tl.constexpr, stream: tl.constexpr):
+    """fn of one stream for this program's channels, fp32 [C, WIDTH], columns past 24 zero."""
     k = tl.arange(0, WIDTH)
     return tl.load(fn_ptr + k[None, :] * (4 * D) + stream * D + cols[:, None], mask=(k < SQUARES)[None, :], other=0.0)
 
@@ -83,10 +98,9 @@ def site_forward(
     begin = tl.program_id(1) * block_tokens
     end = tl.minimum(begin + block_tokens, num_tokens)
     if PROJECT:
-        fn = (_load_fn(fn_ptr, cols, D, 0), _load_fn(fn_ptr, cols, D, 1),
-              _load_fn(fn_ptr, cols, D, 2), _load_fn(fn_ptr, cols, D, 3))  # fmt: skip
+        fn = _load_fn(fn_ptr, chunk, D, C)
         if dtype != tl.float32:
-            fn = (_split(fn[0]), _split(fn[1]), _split(fn[2]), _split(fn[3]))
+            high, middle, low = _split(fn)
     for t in tl.range(begin, end, BLOCK_T, num_stages=STAGES):
         rows = t + tl.arange(0, BLOCK_T)
         live = rows < end
@@ -104,7 +118,6 @@ def site_forward(
             news = _updated(x, y, post, comb)
         if COLLAPSE:
             pre = _rows_of(pre_ptr, rows, live, 4)
-        u = tl.zeros([BLOCK_T, WIDTH], dtype=tl.float32)
         squares = tl.zeros([BLOCK_T], dtype=tl.float32)
         site_input = tl.zeros([BLOCK_T, C], dtype=tl.float32)
         for j in tl.static_range(4):
@@ -112,18 +125,19 @@ def site_forward(
             if UPDATE:
                 tl.store(new_ptr + origin + j * D + tile, new, mask=live[:, None])
             if PROJECT:
-                if dtype == tl.float32:
-                    u = tl.dot(new, fn[j], u, input_precision="ieee")
-                else:
-                    u = tl.dot(new, fn[j][0], u)
-                    u = tl.dot(new, fn[j][1], u)
-                    u = tl.dot(new, fn[j][2], u)
                 squares += tl.sum(new.to(tl.float32) * new.to(tl.float32), axis=1)
             if COLLAPSE:
                 site_input += pre[j] * new.to(tl.float32)
         if COLLAPSE:
             tl.store(input_ptr + narrow, site_input.to(dtype), mask=live[:, None])
         if PROJECT:
+            new = _beside(news[0], news[1], news[2], news[3])
+            if dtype == tl.float32:
+                u = tl.dot(new, fn, input_precision="ieee")
+            else:
+                u = tl.dot(new, low)
+                u = tl.dot(new, middle, u)
+                u = tl.dot(new, high, u)
             place = tl.cast(chunk, tl.int64) * num_tokens + rows
             tl.store(sums_ptr + place[:, None] * 24 + wide[None, :], u, mask=live[:, None] & (wide < 24)[None, :])
             tl.store(squares_ptr + place, squares, mask=live)
@@ -131,7 +145,7 @@ def site_forward(
 
 @triton.jit
 def _sum_chunks(partial_ptr, rows, live, num_tokens, chunks, COLUMNS: tl.constexpr):
-    """Partials [chunks, T, COLUMNS] -> [rows, WIDTH], columns past COLUMNS zero. Sixteen loads are in flight at a time."""
+    """Partials [chunks, T, COLUMNS] -> [rows, WIDTH], zero past COLUMNS. Sixteen loads are in flight at a time."""
     wide = tl.arange(0, WIDTH)
     at = rows[:, None] * COLUMNS + wide[None, :]
     inside = live[:, None] & (wide < COLUMNS)[None, :]
@@ -224,11 +238,13 @@ def _sinkhorn_backward(logits, grad, ITERS: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def predict_backward(
-    sums_ptr, base_ptr, scale_ptr, grad_pre_ptr, grad_post_ptr, grad_comb_ptr, weight_ptr, param_ptr, num_tokens,
+    sums_ptr, base_ptr, scale_ptr, grad_pre_ptr, grad_post_ptr, grad_comb_ptr, weight_ptr, param_ptr,
+    num_tokens,
     HAS_PRE: tl.constexpr, HAS_POST: tl.constexpr, HAS_COMB: tl.constexpr,
     CHANNELS: tl.constexpr, ITERS: tl.constexpr, EPS: tl.constexpr, RMS_EPS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the coefficients -> weight [T, WIDTH]: what multiplies fn's rows, then (SQUARES) what multiplies X'.
+
 
     param [programs, 2, WIDTH]: this program's part of the gradients of base and, before summing groups, of scale.
     """
@@ -261,13 +277,14 @@ def predict_backward(
     pre, post, comb = pre * scale_pre, post * scale_post, comb * scale_comb
     through_rms = tl.sum(pre * u_pre, axis=1) + tl.sum(post * u_post, axis=1)
     through_rms += tl.sum(tl.sum(comb * u_comb, axis=2), axis=1)
-    at = weight_ptr + rows * WIDTH
-    tl.store(at[:, None] + four[None, :], pre * rms[:, None], mask=live[:, None])
-    tl.store(at[:, None] + 4 + four[None, :], post * rms[:, None], mask=live[:, None])
-    tl.store(at[:, None, None] + 8 + cell[None], comb * rms[:, None, None], mask=live[:, None, None])
     own = tl.where((four == 0)[None, :], (-through_rms * rms * rms / CHANNELS)[:, None], 0.0)
-    tl.store(at[:, None] + SQUARES + four[None, :], own, mask=live[:, None])
-    tl.store(at[:, None] + SQUARES + 4 + four[None, :], tl.zeros_like(pre), mask=live[:, None])
+    narrow, row = live[:, None], weight_ptr + rows[:, None] * WIDTH + four[None, :]
+    tl.store(row, pre * rms[:, None], mask=narrow)
+    tl.store(row + 4, post * rms[:, None], mask=narrow)
+    at = weight_ptr + rows[:, None, None] * WIDTH + 8 + cell[None]
+    tl.store(at, comb * rms[:, None, None], mask=live[:, None, None])
+    tl.store(row + SQUARES, own, mask=narrow)
+    tl.store(row + SQUARES + 4, tl.zeros_like(pre), mask=narrow)
 
 
 @triton.jit
@@ -301,8 +318,8 @@ def site_backward(
     begin = tl.program_id(1) * block_tokens
     end = tl.minimum(begin + block_tokens, num_tokens)
     if PROJECT:
-        fn = (_load_fn(fn_ptr, cols, D, 0), _load_fn(fn_ptr, cols, D, 1),
-              _load_fn(fn_ptr, cols, D, 2), _load_fn(fn_ptr, cols, D, 3))  # fmt: skip
+        fn = (_load_stream(fn_ptr, cols, D, 0), _load_stream(fn_ptr, cols, D, 1),
+              _load_stream(fn_ptr, cols, D, 2), _load_stream(fn_ptr, cols, D, 3))  # fmt: skip
         if dtype != tl.float32:
             fn = (_split(fn[0]), _split(fn[1]), _split(fn[2]), _split(fn[3]))
     acc0 = tl.zeros([C, WIDTH], dtype=tl.float32)
@@ -393,7 +410,10 @@ def site_backward(
                 of_pre = none
             if not UPDATE:
                 of_post, of_comb = none, none + none + none + none
-            table = _table(of_pre + of_post + of_comb + none + none)
+            by_source = ()
+            for k in tl.static_range(16):
+                by_source = by_source + (of_comb[4 * (k % 4) + k // 4],)
+            table = _table(of_pre + of_post + by_source + none + none)
             out = mix_ptr + rows[:, None] * 24 + wide[None, :]
             tl.store(out, table, mask=live[:, None] & (wide < 24)[None, :])
     if PROJECT:
@@ -418,8 +438,7 @@ def sum_mix_gradients(
         tl.store(grad_pre_ptr + rows[:, None] * 4 + column, total, mask=live & (column < 4))
     if UPDATE:
         tl.store(grad_post_ptr + rows[:, None] * 4 + column - 4, total, mask=live & (column >= 4) & (column < 8))
-        cell = (column - 8) % 4 * 4 + (column - 8) // 4
-        tl.store(grad_comb_ptr + rows[:, None] * 16 + cell, total, mask=live & (column >= 8) & (column < 24))
+        tl.store(grad_comb_ptr + rows[:, None] * 16 + column - 8, total, mask=live & (column >= 8) & (column < 24))
 
 
 @triton.jit
@@ -427,21 +446,22 @@ def sum_fn_gradients(
     partial_ptr, param_ptr, grad_fn_ptr, grad_base_ptr, grad_scale_ptr, blocks, programs,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Partials [blocks, CHANNELS, WIDTH] -> gradient of fn [24, CHANNELS]; the last program sums base and scale."""
+    """Partials [blocks, CHANNELS, WIDTH] -> gradient of fn [24, CHANNELS]; the last three sum base and scale."""
     wide = tl.arange(0, WIDTH)
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        base = tl.zeros([WIDTH], dtype=tl.float32)
-        scale = tl.zeros([WIDTH], dtype=tl.float32)
-        for begin in range(0, programs, 64):
-            program = begin + tl.arange(0, 64)
-            at = param_ptr + program[:, None] * 2 * WIDTH + wide[None, :]
-            mask = (program < programs)[:, None] & (wide < SQUARES)[None, :]
-            base += tl.sum(tl.load(at, mask=mask, other=0.0), axis=0)
-            scale += tl.sum(tl.load(at + WIDTH, mask=mask, other=0.0), axis=0)
-        tl.store(grad_base_ptr + wide, base, mask=wide < SQUARES)
-        tl.store(grad_scale_ptr, tl.sum(tl.where(wide < 4, scale, 0.0)))
-        tl.store(grad_scale_ptr + 1, tl.sum(tl.where((wide >= 4) & (wide < 8), scale, 0.0)))
-        tl.store(grad_scale_ptr + 2, tl.sum(tl.where(wide >= 8, scale, 0.0)))
+    group = tl.num_programs(0) - 1 - tl.program_id(0)
+    if group < 3:  # pre, post, comb
+        column = tl.arange(0, 16)
+        known = column < tl.where(group == 2, 16, 4)
+        base = tl.zeros([16], dtype=tl.float32)
+        scale = tl.zeros([16], dtype=tl.float32)
+        for begin in range(0, programs, 128):
+            program = begin + tl.arange(0, 128)
+            part = param_ptr + program[:, None] * 2 * WIDTH + (4 * group + column)[None, :]
+            valid = (program < programs)[:, None] & known[None, :]
+            base += tl.sum(tl.load(part, mask=valid, other=0.0), axis=0)
+            scale += tl.sum(tl.load(part + WIDTH, mask=valid, other=0.0), axis=0)
+        tl.store(grad_base_ptr + 4 * group + column, base, mask=known)
+        tl.store(grad_scale_ptr + group, tl.sum(scale))
     else:
         cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
         inside = cols < CHANNELS
