@@ -1,0 +1,30 @@
+import pytest
+import torch
+
+from megatron_dsv41.ops.routing import ref
+from megatron_dsv41.testing.bench import relative_error
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("rows", [1, 127, 4001])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_and_gradients(rows: int, weighted: bool, dtype: torch.dtype):
+    from megatron_dsv41.ops.routing import triton_swiglu
+
+    both = (6 * torch.randn(rows, 2, 2304, device="cuda")).to(dtype)
+    both[0, :, :4] = torch.tensor([10.0, -10.0, 1e30, -1e30], device="cuda", dtype=dtype)
+    inputs = [both.requires_grad_()]
+    if weighted:
+        inputs.append(torch.rand(rows, device="cuda", requires_grad=True))
+
+    def run(function, leaves):
+        weight = leaves[1] if weighted else None
+        out = function(leaves[0][:, 0], leaves[0][:, 1], 10.0, weight)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(out.device, out.dtype)
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+    exact = run(ref.swiglu, [t.detach().double().requires_grad_() for t in inputs])
+    for want, own, got in zip(exact, run(ref.swiglu, inputs), run(triton_swiglu.swiglu, inputs), strict=True):
+        assert relative_error(got, want) <= 1.5 * relative_error(own, want) + 1e-6
