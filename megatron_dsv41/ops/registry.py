@@ -23,7 +23,10 @@ PROVIDERS: dict[str, dict[str, str]] = {
         "triton": "megatron_dsv41.ops.csa2.triton_select:select",
     },
     "csa2.dense_teacher": {"ref": "megatron_dsv41.ops.csa2.ref:dense_teacher"},
-    "csa2.index_divergence": {"ref": "megatron_dsv41.ops.csa2.ref:index_divergence"},
+    "csa2.index_divergence": {
+        "ref": "megatron_dsv41.ops.csa2.ref:index_divergence",
+        "triton": "megatron_dsv41.ops.csa2.triton_divergence:index_divergence",
+    },
     "mhc.coefficients": {
         "ref": "megatron_dsv41.ops.mhc.ref:coefficients",
         "triton": "megatron_dsv41.ops.mhc.triton_site:coefficients",
