@@ -60,7 +60,6 @@ class Parallel:
     ep: int = 1
     etp: int | None = None  # tensor parallelism inside experts; None: tp without expert parallelism, else 1
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # how tokens reach the experts of other ranks
-    shadow_indexers: Literal["auto", "always", "never"] = "auto"
 
     def __post_init__(self) -> None:
         for key in ("tp", "pp", "vpp", "cp", "ep", "etp"):

@@ -86,11 +86,11 @@ def run_layout(folder: str | Path, text: str, ops: dict[str, str], phase: Phase 
     # The cases were recorded without auxiliary losses.
     phase = dataclasses.replace(phase or Phase(), balance_loss_weight=0.0)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    job = _Job(case, layout, phase, ops, groups)
+    job = LayoutJob(case, layout, phase, ops, groups)
     return job.run()
 
 
-class _Job:
+class LayoutJob:
     """One rank's part. Micro-batches are single rows, so that any layout can take them."""
 
     def __init__(self, case: ParityCase, layout: ParityLayout, phase: Phase, ops: dict[str, str], groups: Any):
@@ -146,6 +146,14 @@ class _Job:
 
     def run(self) -> Results | None:
         """Forward, backward, and everything gathered on rank 0."""
+        handles = list(self._watch())
+        loss = self.step()
+        for handle in handles:
+            handle.remove()
+        return self._gather(loss)
+
+    def step(self) -> float:
+        """Forward and backward of all micro-batches; this rank's part of the loss."""
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -153,7 +161,6 @@ class _Job:
 
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = None
-        handles = list(self._watch())
         length = self.rows[0][1].shape[1]
         several = self.groups.pp.size() > 1
         pipeline = {}
@@ -171,9 +178,7 @@ class _Job:
             forward_only=False,
             **pipeline,
         )
-        for handle in handles:
-            handle.remove()
-        return self._gather(sum(float(report["loss"]) for report in reports))
+        return sum(float(report["loss"]) for report in reports)
 
     def _forward(self, feed: Iterator[tuple[int, Tensor, Packed]], chunk: Any) -> Any:
         number, ids_BS, packed = next(feed)
