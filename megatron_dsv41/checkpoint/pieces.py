@@ -28,7 +28,7 @@ GIB = 2**30
 PIECE_BYTES = 32 * 2**20  # one copy
 PIECE_ELEMENTS = 4 * 2**20  # one decode or encode, where rows can be cut this fine
 ROW_ALIGNMENT = 32  # pieces of a matrix start at a row of scales
-WORKING_BYTES = 40  # per element being encoded: source, float32 tiles, codes, comparison with kept scales
+WORKING_BYTES = 24  # per element of a piece: stored, decoded, stacked or joined, compared (float32 at worst)
 FIXED_BYTES = GIB  # interpreter, torch, names and places of 96,085 tensors
 
 
