@@ -119,11 +119,43 @@ def _collect(args: argparse.Namespace, ladder: Ladder) -> int:
     return 0
 
 
+def _fit(args: argparse.Namespace, ladder: Ladder) -> int:
+    from megatron_dsv41.cli.ladder_fits import print_fits
+    from megatron_dsv41.experiments.collect import read_rows
+    from megatron_dsv41.experiments.fit_report import fit_report
+
+    report = fit_report(read_rows(Path(ladder.folder)))
+    _show(args, report, print_fits)
+    return 0 if any("refused" not in fit for fit in report["loss_nd"].values()) else 1
+
+
+def _predict(args: argparse.Namespace, ladder: Ladder) -> int:
+    from megatron_dsv41.cli.ladder_fits import print_predictions
+    from megatron_dsv41.experiments.collect import read_rows
+    from megatron_dsv41.experiments.fit_report import predict_report
+
+    report = predict_report(read_rows(Path(ladder.folder)))
+    _show(args, report, print_predictions)
+    return 0 if any("refused" not in held for held in report["largest"].values()) else 1
+
+
+def _plot(args: argparse.Namespace, ladder: Ladder) -> int:
+    from megatron_dsv41.experiments.collect import read_rows
+    from megatron_dsv41.experiments.ladder_report import write_report
+
+    written = write_report(ladder, plan_cells(ladder), read_rows(Path(ladder.folder)))
+    _show(args, {"files": [str(path) for path in written]}, lambda report: print("\n".join(report["files"])))
+    return 0
+
+
 ACTIONS: dict[str, tuple[str, Callable[[argparse.Namespace, Ladder], int]]] = {
     "plan": ("show rungs, parameters, tokens, FLOPs, memory and hours of every cell; starts nothing", _plan),
     "run": ("start missing cells, resume interrupted ones, skip finished ones", _run),
     "status": ("show how far every cell is", _status),
     "collect": ("write one row per finished cell: rows.jsonl and rows.csv in the ladder's folder", _collect),
+    "fit": ("fit L(N, D), L(C), iso-FLOP minima and sweeps to the collected rows", _fit),
+    "predict": ("predict held-out rungs, and what every arm is worth in compute", _predict),
+    "plot": ("draw all of it as PNG and SVG, with one HTML page", _plot),
 }
 
 

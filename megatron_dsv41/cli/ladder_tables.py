@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -80,6 +80,11 @@ def short(number: float | None) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def console_and_table() -> tuple[Any, Callable[[Sequence[str], Iterable[Sequence[object]]], Any]]:
+    """Where to print, and how to make a table."""
+    return _console(), _table
 
 
 def _rung_table(rungs: Sequence[dict[str, Any]]) -> Any:

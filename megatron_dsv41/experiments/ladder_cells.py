@@ -1,4 +1,4 @@
-"""The cells of a ladder: single training runs, each a point of arm x depth x tokens x seed, made by the dial's rules."""
+"""The cells of a ladder: single training runs, each a point of arm x depth x tokens x seed, made by the dial."""
 
 from __future__ import annotations
 

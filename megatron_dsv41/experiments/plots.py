@@ -19,27 +19,28 @@ def series(rows: Sequence[dict[str, Any]], x: str, y: str) -> tuple[list[float],
 
 def plot_loss(curves: dict[str, tuple[Sequence[float], Sequence[float]]], path: Path, *, title: str) -> None:
     """Loss over steps, one named curve each, as a PNG."""
-    axes = _axes(title, "step", "loss (nats per token)")
+    axes = new_axes(title, "step", "loss (nats per token)")
     for colour, (name, (x, y)) in zip(_colours(len(curves)), curves.items(), strict=True):
         axes.plot(x, y, label=name, color=colour, linewidth=1.5, marker="o" if len(x) < 3 else None)
     if len(curves) > 1:
         axes.legend(frameon=False)
-    _save(axes, path)
+    save_axes(axes, path)
 
 
 def plot_learning_rate(rate: Callable[[int], float], steps: int, path: Path) -> None:
     """Learning rate over the whole run, as a PNG."""
     x = sorted({max(1, round(steps * i / MAX_POINTS)) for i in range(MAX_POINTS + 1)})
-    axes = _axes(f"learning rate over {steps:,} steps", "step", "learning rate")
+    axes = new_axes(f"learning rate over {steps:,} steps", "step", "learning rate")
     axes.plot(x, [rate(step) for step in x], color=COLOURS[0], linewidth=1.5)
-    _save(axes, path)
+    save_axes(axes, path)
 
 
 def _colours(count: int) -> list[str]:
     return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
-def _axes(title: str, x: str, y: str) -> Any:
+def new_axes(title: str, x: str, y: str) -> Any:
+    """Empty axes in the project's look."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -54,8 +55,9 @@ def _axes(title: str, x: str, y: str) -> Any:
     return axes
 
 
-def _save(axes: Any, path: Path) -> None:
+def save_axes(axes: Any, path: Path) -> None:
+    """Write the picture in the format of its name's end, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.part")
-    axes.figure.savefig(partial, dpi=130, format="png")
+    axes.figure.savefig(partial, dpi=130, format=path.suffix[1:])
     partial.replace(path)
