@@ -325,10 +325,10 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
 
 def run_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run:
     """Like `load_run`, from an already parsed mapping."""
-    values = _copied(values)
+    changed = _copied(values)
     for override in overrides:
-        _apply_override(values, override)
-    return build(Run, values)
+        _apply_override(changed, override)
+    return build(Run, changed)
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -409,7 +409,7 @@ def _mapping(kind: Any, value: Any, where: str) -> dict[str, Any]:
     return {str(k): v if kind is Any else _convert(kind, v, _dotted(where, str(k))) for k, v in value.items()}
 
 
-def _scalar(kind: type, value: Any, where: str) -> Any:
+def _scalar(kind: Any, value: Any, where: str) -> Any:
     if kind is float and type(value) is int:
         return float(value)
     if kind is int and type(value) is float and value.is_integer():

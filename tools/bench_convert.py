@@ -24,7 +24,7 @@ BLOCK = 32 * 2**20
 
 
 def bench_config(gigabytes: float) -> DSV41Config:
-    """Three layers of the release's width; the experts and two Engram tables take most of `gigabytes`, as they do there."""
+    """Three layers of the release's width; the experts and two Engram tables take most of `gigabytes`."""
     experts = max(2, int(gigabytes * 0.55e9 / (3 * 3 * 5120 * 2304 * 17 / 32)))
     rows = int(gigabytes * 0.35e9 / 264)
     return dataclasses.replace(

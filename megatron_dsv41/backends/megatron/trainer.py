@@ -327,8 +327,8 @@ def _check_same_optimizer(run: Run, stored: Path) -> None:
     if before != run.optimizer.name:
         raise ValueError(
             f"checkpoint.folder {stored.parent} was trained with optimizer.name={before}, whose state "
-            f"optimizer.name={run.optimizer.name} cannot continue: set optimizer.name={before}, or start another folder "
-            "from its weights with train.init_from"
+            f"optimizer.name={run.optimizer.name} cannot continue: set optimizer.name={before}, or start another "
+            "folder from its weights with train.init_from"
         )
 
 

@@ -119,7 +119,7 @@ def whole_steps(run, steps):
             tensor.grad = drawn(name, tensor.shape, 1 + step)
         norm = float(torch.nn.utils.get_total_norm([t.grad for t in parameters.values()]))
         for tensor in parameters.values():
-            tensor.grad *= min(1.0, run.optimizer.clip / (norm + 1e-6))
+            tensor.grad.mul_(min(1.0, run.optimizer.clip / (norm + 1e-6)))
         optimizer.step()
     return parameters, norm
 

@@ -129,7 +129,7 @@ def oracle_losses(home, name, steps, *overrides):
         optimizer.step()
         for layer, block in enumerate(oracle.layers):
             for bias, load in zip((block.ffn.gate.bias, block.ffn.gate.bias_vl), loads[layer], strict=True):
-                bias += run.phase.router_bias_speed * torch.sign(load.mean() - load)
+                bias.add_(run.phase.router_bias_speed * torch.sign(load.mean() - load))
         found.append(total)
     return list(losses(run.checkpoint.folder).values()), found
 

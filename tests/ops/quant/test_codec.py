@@ -62,9 +62,7 @@ def random_matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) 
     return (torch.randn(rows, columns, generator=generator) * size).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("form", "scale", "want"), [(FP8_ROW32, 127 - 6, GOLDEN_FP8), (FP4_ROW32, 127, GOLDEN_FP4)]
-)
+@pytest.mark.parametrize(("form", "scale", "want"), [(FP8_ROW32, 127 - 6, GOLDEN_FP8), (FP4_ROW32, 127, GOLDEN_FP4)])
 def test_golden_values(form, scale, want):
     quantized = encode(torch.tensor([GOLDEN], dtype=torch.bfloat16), form)
     assert scale_bytes(quantized.scale).tolist() == [[scale]]
@@ -103,9 +101,7 @@ def test_decoded_values_encode_to_themselves(form, shape, dtype):
     values = decode(quantized, dtype)
     assert torch.equal(bits(values), bits(decode(encode(values, form), dtype)))
     again = encode(values, form, kept=quantized.scale)
-    assert torch.equal(bits(again.data), bits(quantized.data)) and torch.equal(
-        bits(again.scale), bits(quantized.scale)
-    )
+    assert torch.equal(bits(again.data), bits(quantized.data)) and torch.equal(bits(again.scale), bits(quantized.scale))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -115,20 +111,14 @@ def test_error_is_at_most_half_a_step(form):
     scale = scale_bytes(quantized.scale).double().sub(127).exp2()
     scale = scale.repeat_interleave(form.block[0], 0).repeat_interleave(form.block[1], 1)
     largest_step = 32.0 if form.element == "e4m3" else 2.0
-    assert bool(
-        ((decode(quantized, torch.float32).double() - x.double()).abs() <= scale * largest_step / 2).all()
-    )
+    assert bool(((decode(quantized, torch.float32).double() - x.double()).abs() <= scale * largest_step / 2).all())
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_element_code_survives(form):
     """All 256 bytes but E4M3's two NaNs, under every scale at which bfloat16 holds them."""
     byte = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    data = (
-        byte.view(torch.int8)
-        if form.element == "e2m1"
-        else byte[(byte & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
-    )
+    data = byte.view(torch.int8) if form.element == "e2m1" else byte[(byte & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
     data = data.expand(32, -1).contiguous()
     for scale in (6, 100, 127, 150, 246):
         shape = form.scale_shape((32, data.shape[1] * (2 if form.element == "e2m1" else 1)))
@@ -233,8 +223,6 @@ def test_scale_rule_equals_exact_arithmetic():
     for element, largest, top in (("e4m3", 1.75, 8), ("e2m1", 1.5, 2)):
         mantissa, exponent = torch.frexp(every.double())
         want = exponent - 1 - top + (mantissa * 2 > largest).int() + 127
-        got = (
-            scale_bytes(encode(every[:, None].expand(-1, 2), Format(element, (1, 32))).scale).flatten().int()
-        )
+        got = scale_bytes(encode(every[:, None].expand(-1, 2), Format(element, (1, 32))).scale).flatten().int()
         normal = want > 0
         assert torch.equal(got[normal], want[normal].int())
