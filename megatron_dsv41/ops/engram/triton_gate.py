@@ -1,5 +1,8 @@
 """The Engram gate in Triton: provider "triton" of engram.gate. For SM80 and later."""
 
+# Kernel launches take options (num_warps, maxnreg) that pyright does not see in the kernel's signature.
+# pyright: reportCallIssue=none
+
 from __future__ import annotations
 
 import dataclasses

@@ -4,6 +4,10 @@ Forward: a program owns one stream and walks over tokens, its product of gains h
 owns whole tokens, because the value's gradient sums over streams and the gate's needs a full row before anything else.
 """
 
+# Triton's language is not Python's: its types are beyond pyright.
+# pyright: reportArgumentType=none, reportAttributeAccessIssue=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAssignmentType=none, reportGeneralTypeIssues=none
+
 from __future__ import annotations
 
 import triton

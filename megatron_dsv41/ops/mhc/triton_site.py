@@ -4,6 +4,9 @@
 needs the coefficients of the site before). The three single ops run the same kernels with the other parts left out.
 """
 
+# Kernel launches take options (num_warps, maxnreg) that pyright does not see in the kernel's signature.
+# pyright: reportCallIssue=none
+
 from __future__ import annotations
 
 import dataclasses

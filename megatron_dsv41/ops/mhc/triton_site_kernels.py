@@ -6,6 +6,10 @@ over channels (24 projections, the sum of squares, 24 coefficient gradients) lea
 and is summed in a fixed order by a small second kernel: results are the same on every run.
 """
 
+# Triton's language is not Python's: its types are beyond pyright.
+# pyright: reportArgumentType=none, reportAttributeAccessIssue=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAssignmentType=none, reportGeneralTypeIssues=none, reportReturnType=none
+
 from __future__ import annotations
 
 import triton

@@ -1,5 +1,11 @@
 """Fake quantization in Triton: providers "triton" of quant.fake_fp8, fake_mxfp4, fake_fp4. Bit-equal to `ref`."""
 
+# Triton's language is not Python's: its types are beyond pyright.
+# pyright: reportArgumentType=none, reportAttributeAccessIssue=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAssignmentType=none, reportGeneralTypeIssues=none
+# Kernel launches take options (num_warps, maxnreg) that pyright does not see in the kernel's signature.
+# pyright: reportCallIssue=none
+
 from __future__ import annotations
 
 import torch

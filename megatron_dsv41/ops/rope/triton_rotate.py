@@ -1,5 +1,11 @@
 """Rotary embedding in Triton: provider "triton" of rope.rotate. The gradient is the inverse turn."""
 
+# Triton's language is not Python's: its types are beyond pyright.
+# pyright: reportArgumentType=none, reportAttributeAccessIssue=none, reportOperatorIssue=none, reportIndexIssue=none
+# pyright: reportAssignmentType=none, reportGeneralTypeIssues=none
+# Kernel launches take options (num_warps, maxnreg) that pyright does not see in the kernel's signature.
+# pyright: reportCallIssue=none
+
 from __future__ import annotations
 
 import torch
