@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_dsv41.backends.megatron.aux_loss import AuxLoss
 from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
+from megatron_dsv41.backends.megatron.layer_specs import layer_specs
 from megatron_dsv41.backends.megatron.layout import Layout
 from megatron_dsv41.backends.megatron.pipeline import Boundaries
 from megatron_dsv41.backends.megatron.primitives import MegatronPrimitives
 from megatron_dsv41.backends.megatron.state_dict import sharded_model
-from megatron_dsv41.layer_plan import live_at, plan_layers
 from megatron_dsv41.modules.batch import Batch
-from megatron_dsv41.modules.block import Aux, Block
+from megatron_dsv41.modules.block import Aux
 from megatron_dsv41.modules.engram import EngramHash
 from megatron_dsv41.modules.hyper_connection import open_streams
 from megatron_dsv41.modules.shared_state import SharedState
@@ -64,16 +65,14 @@ class DSV41Model(LanguageModule):
         self.primitives = MegatronPrimitives(model, self.ops, self.layout, config, pg_collection)
         self.engram_hash = EngramHash(model, token_map.to(torch.cuda.current_device()))
         self.received: Tensor | None = None
-        plans = plan_layers(model)
         if self.pre_process:
             with _drawn_from(config.seed, 0):
                 self.embed = self.primitives.embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleDict()
-        for layer in self.stage:
+        parts: dict[str, Any] = {"phase": config.phase, "primitives": self.primitives, "ops": self.ops}
+        for layer, spec in layer_specs(model, self.stage).items():
             with _drawn_from(config.seed, 1 + layer):
-                self.layers[str(layer)] = Block(
-                    model, plans[layer], config.phase, self.primitives, self.ops, live_at(plans, layer + 1)
-                )
+                self.layers[str(layer)] = build_module(spec, config=model, **parts)
         if self.post_process:
             with _drawn_from(config.seed, 1 + model.num_hidden_layers):
                 self.norm = self.primitives.norm("norm", model.hidden_size, model.rms_norm_eps)
