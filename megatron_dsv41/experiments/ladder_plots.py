@@ -24,7 +24,7 @@ def plot_curves(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], f
     axes.set_xscale("log")
     for number, (name, (tokens, loss)) in enumerate(curves.items()):
         axes.plot(tokens, loss, color=COLOURS[number % len(COLOURS)], linewidth=1, marker=".", label=name, alpha=0.8)
-    if len(curves) <= 12:
+    if 0 < len(curves) <= 12:
         axes.legend(frameon=False, fontsize=7)
     return _write(axes, folder, "curves")
 

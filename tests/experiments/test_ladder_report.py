@@ -1,5 +1,6 @@
 """Pictures and page from the rows of a known law; what cannot be fitted is said, not drawn."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -24,11 +25,12 @@ FIT, LADDER = sibling("test_fit"), sibling("test_ladder")
 def test_everything_is_drawn_and_tied_together(tmp_path):
     ladder = build(Ladder, LADDER.FILE | {"folder": str(tmp_path)})
     arm = [FIT.row(n, 20 * n, FIT.loss_of(n, 20 * n) * 1.01, arm="worse", size=20.0) for n in FIT.SIZES[:3]]
-    rows = [*FIT.ladder_rows(), *arm, *FIT.iso_rows()]
+    profiles = [dataclasses.replace(row, loss=FIT.loss_of(row.n["active"], row.tokens)) for row in FIT.iso_rows()]
+    rows = [*FIT.ladder_rows(), *arm, *profiles]
     written = write_report(ladder, [], rows)
     names = {path.name for path in written}
     pictures = ("curves", "loss_nd_active", "loss_c", "prediction_largest_rung", "prediction_each_point", "arms")
-    assert {f"{n}.{end}" for n in (*pictures, "iso_flops") for end in ("png", "svg")} <= names
+    assert {f"{n}.{end}" for n in pictures for end in ("png", "svg")} <= names
     assert all(path.stat().st_size > 1000 for path in written)
     page = (tmp_path / "index.html").read_text()
     assert page.count("data:image/png;base64,") == sum(name.endswith(".png") for name in names)
