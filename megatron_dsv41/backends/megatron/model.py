@@ -72,7 +72,8 @@ class DSV41Model(LanguageModule):
         parts: dict[str, Any] = {"phase": config.phase, "primitives": self.primitives, "ops": self.ops}
         for layer, spec in layer_specs(model, self.stage).items():
             with _drawn_from(config.seed, 1 + layer):
-                self.layers[str(layer)] = build_module(spec, config=model, **parts)
+                block: Any = build_module(spec, config=model, **parts)
+                self.layers[str(layer)] = block
         if self.post_process:
             with _drawn_from(config.seed, 1 + model.num_hidden_layers):
                 self.norm = self.primitives.norm("norm", model.hidden_size, model.rms_norm_eps)

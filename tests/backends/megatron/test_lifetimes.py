@@ -59,7 +59,7 @@ def live_states(text):
 
     job._forward = counted
     job.step()
-    del forward, counted
+    job._forward = forward
     gc.collect()
     return job.groups.pp.rank(), sum(map(len, states.values())), most, alive()
 
@@ -69,8 +69,8 @@ def test_states_live_as_long_as_their_micro_batch(text):
     world = 4 if text == "pp=4" else 2
     for rank, seen, most, left in run_ranks(live_states, world, text):
         assert seen >= MICRO_BATCHES or rank == 0  # the first two layers share nothing
-        # 1F1B holds world - rank micro-batches on this stage. Megatron's loop still names the last loss, and with it the
-        # buffer that its stage received, while the next forward runs.
+        # 1F1B holds world - rank micro-batches on this stage. Megatron's loop still names the last loss, and with it
+        # the buffer that its stage received, while the next forward runs.
         assert most <= world - rank + 1, (rank, most)
         assert left == 0
 
