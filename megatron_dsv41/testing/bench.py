@@ -56,9 +56,9 @@ def _elapsed(graph: torch.cuda.CUDAGraph, replays: int) -> float:
 
 
 def backward_call(forward: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> Callable[[], Any]:
-    """A call of the backward alone, for `device_ms`, with fixed random output gradients. The forward runs once, here."""
+    """A call of the backward alone, for `device_ms`, with random output gradients. The forward runs once, here."""
     torch.cuda.synchronize()
-    with torch.cuda.stream(_stream()):  # autograd runs a backward on its forward's stream: it must be the captured one
+    with torch.cuda.stream(_stream()):  # a backward runs on its forward's stream
         outputs = [out for out in forward() if out.requires_grad]
         grads = [torch.randn_like(out) for out in outputs]
     torch.cuda.synchronize()
