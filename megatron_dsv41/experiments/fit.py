@@ -7,13 +7,13 @@ flagged. Refusing is an answer: an extrapolation from such cells would be a gues
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from scipy.stats import f as f_distribution
-from scipy.stats import t as t_distribution
 
 from megatron_dsv41.experiments.collect import Row
 from megatron_dsv41.experiments.laws import (
@@ -25,6 +25,8 @@ from megatron_dsv41.experiments.laws import (
     refit_law,
     sensitivity,
 )
+
+stats: Any = importlib.import_module("scipy.stats")  # without type stubs
 
 LEVEL = 0.95
 LEAST_VALUES = 3  # distinct sizes per variable
@@ -113,7 +115,7 @@ def fit_cells(cells: Cells, *, samples: int = 200, seed: int = 0) -> Fit:
     pool = seeds if use_seeds else residuals * math.sqrt(len(cells) / freedom)
     noise = float(np.sqrt(np.mean(pool**2)))
     # Few degrees of freedom know the noise badly: the pool is widened as Student's t widens a normal interval.
-    pool = pool * float(t_distribution.ppf(0.5 + LEVEL / 2, freedom) / 1.96)
+    pool = pool * float(stats.t.ppf(0.5 + LEVEL / 2, freedom) / 1.96)
     return Fit(law, cells, _bootstrap(law, cells, pool, samples, seed), noise, p_value, tuple(problems))
 
 
@@ -138,7 +140,7 @@ def lack_of_fit(cells: Cells, residuals: Array) -> float | None:
     sizes = np.array([len(indices) for indices in groups])
     form = float((sizes * means**2).sum()) / free_form
     noise = float(sum(((residuals[i] - residuals[i].mean()) ** 2).sum() for i in groups)) / free_noise
-    return float(f_distribution.sf(form / max(noise, 1e-300), free_form, free_noise))
+    return float(stats.f.sf(form / max(noise, 1e-300), free_form, free_noise))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -123,7 +123,7 @@ def _shape_values(ladder: Ladder, cell: Cell) -> dict[str, Any]:
     rules, base, folder = ladder.arm_rules(cell.arm), ladder.base, Path(ladder.folder)
     model = build(Model, base.get("model", {}), "base.model")
     dial = ladder_rules.model_settings(rules, cell.depth)
-    dial = {key: list(value) if isinstance(value, tuple) else value for key, value in dial.items()}  # as YAML reads
+    dial = json.loads(json.dumps(dial))  # lists for tuples, as a run file has them
     values: dict[str, Any] = {key: dict(section) for key, section in base.items()}
     return values | {
         "model": {"preset": model.preset, "path": model.path, "overrides": {**model.overrides, **dial}},

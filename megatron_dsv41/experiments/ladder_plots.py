@@ -99,7 +99,8 @@ def plot_parabolas(profiles: dict[str, Any], folder: Path, name: str, x: str) ->
     axes.set_xscale("log")
     for number, (key, p) in enumerate(found.items()):
         colour = COLOURS[number % len(COLOURS)]
-        sizes, losses = zip(*p["points"], strict=True)
+        points: list[tuple[float, float]] = p["points"]
+        sizes, losses = [x for x, _ in points], [loss for _, loss in points]
         grid = np.geomspace(min(sizes), max(sizes), 60)
         axes.plot(sizes, losses, "o", color=colour, markersize=4, label=f"{float(key):.3g}")
         axes.plot(grid, p["curvature"] * np.log(grid / p["best"]) ** 2 + p["least"], color=colour, linewidth=1)

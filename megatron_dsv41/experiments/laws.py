@@ -11,12 +11,16 @@ Sizes are divided by their geometric mean before fitting, so A and B are losses 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares, nnls
+
+# Without type stubs; as Any, the rest of the file stays checked.
+optimize: Any = importlib.import_module("scipy.optimize")
 
 Array = NDArray[np.float64]
 HUBER = 1e-3  # residuals of log loss beyond this count linearly
@@ -96,7 +100,7 @@ def _starts(ratios: Array, loss: Array) -> Array:
     found: list[Array] = []
     for exponents in itertools.product(EXPONENTS, repeat=len(ratios)):
         columns = np.exp(-np.array(exponents)[:, None] * ratios)
-        linear, _ = nnls(np.vstack([np.ones_like(loss), columns]).T, loss)
+        linear: Array = optimize.nnls(np.vstack([np.ones_like(loss), columns]).T, loss)[0]
         found.append(np.concatenate([np.log(np.maximum(linear, 1e-3 * loss.min())), exponents]))
     return np.stack(found)
 
@@ -114,11 +118,11 @@ def _refine(vectors: Array, ratios: Array, targets: Array) -> tuple[Array, Array
         residuals = _predicted(vectors, ratios) - targets
         jacobians = _jacobian(vectors, ratios)
         weighted = jacobians * (HUBER / np.maximum(np.abs(residuals), HUBER))[..., None]
-        normal = np.einsum("scp,scq->spq", weighted, jacobians)
-        diagonal = np.einsum("spp->sp", normal) * damping[:, None] + 1e-15
-        slope = np.einsum("scp,sc->sp", weighted, residuals)
+        normal: Array = np.einsum("scp,scq->spq", weighted, jacobians)
+        diagonal: Array = np.einsum("spp->sp", normal) * damping[:, None] + 1e-15
+        slope: Array = np.einsum("scp,sc->sp", weighted, residuals)
         normal += diagonal[:, :, None] * np.eye(vectors.shape[1])
-        tried = np.clip(vectors - np.linalg.solve(normal, slope[..., None])[..., 0], lower, upper)
+        tried: Array = np.clip(vectors - np.linalg.solve(normal, slope[..., None])[..., 0], lower, upper)
         found = _huber(_predicted(tried, ratios) - targets)
         better = found < costs
         settled = np.where(better, costs - found <= 1e-9 * costs, damping > 1)
@@ -132,17 +136,25 @@ def _refine(vectors: Array, ratios: Array, targets: Array) -> tuple[Array, Array
 def _descend(vector: Array, ratios: Array, target: Array) -> Array:
     """The minimum next to `vector`, which is close to it."""
     lower, upper = _bounds(len(ratios))
-    result = least_squares(
-        lambda v: _predicted(v, ratios) - target,
+
+    def residuals(vector: Array) -> Array:
+        return _predicted(vector, ratios) - target
+
+    def jacobian(vector: Array) -> Array:
+        return _jacobian(vector, ratios)
+
+    result = optimize.least_squares(
+        residuals,
         np.clip(vector, lower + 1e-6, upper - 1e-6),
-        jac=lambda v: _jacobian(v, ratios),  # type: ignore[arg-type]
+        jac=jacobian,
         bounds=(lower, upper),
         loss="huber",
         f_scale=HUBER,
         x_scale="jac",
         max_nfev=30,
     )
-    return np.asarray(result.x)
+    found: Array = result.x
+    return found
 
 
 # A parameter vector is (log E, log amplitudes, exponents). Leading dimensions of vectors are samples.

@@ -114,7 +114,7 @@ def test_killed_twice_every_cell_is_trained_once(ladder_file, capsys):
     (trainer,) = wait_for(runner, first, 3)
     os.kill(runner.pid, signal.SIGKILL)
     runner.wait()
-    assert trainer.wait(120) is not None or not trainer.is_running()
+    assert trainer.wait(600) is not None or not trainer.is_running()
     assert states(ladder_file, capsys) == ["interrupted", "missing"]
     stopped_at = read_metrics(first)[-1]["step"]
     wandb_id = (first / "wandb_run_id").read_text()
@@ -127,7 +127,7 @@ def test_killed_twice_every_cell_is_trained_once(ladder_file, capsys):
     runner.wait()
     assert states(ladder_file, capsys) == ["finished", "interrupted"]
 
-    assert subprocess.run(command(ladder_file), timeout=300).returncode == 0
+    assert subprocess.run(command(ladder_file), timeout=900).returncode == 0
     assert states(ladder_file, capsys) == ["finished", "finished"]
     log = (ladder_file.parent / "ladder" / "logs" / "base-d8-x0.06-s1.log").read_text()
     assert log.count("from scratch") == 1 and f"from step {stopped_at}" in log
@@ -138,7 +138,7 @@ def test_killed_twice_every_cell_is_trained_once(ladder_file, capsys):
 
     # Again: nothing is trained.
     before = (first / "metrics.jsonl").stat().st_mtime_ns
-    done = subprocess.run(command(ladder_file), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command(ladder_file), capture_output=True, text=True, timeout=900)
     assert done.stdout.count("finished, skipped") == 2
     assert (first / "metrics.jsonl").stat().st_mtime_ns == before
 
@@ -168,7 +168,7 @@ def start(file):
 
 def wait_for(runner, folder, step):
     """The trainers under `runner`, once the cell in `folder` has logged `step`."""
-    end = time.monotonic() + 240
+    end = time.monotonic() + 900
     while time.monotonic() < end and runner.poll() is None:
         if max((row["step"] for row in read_metrics(folder)), default=0) >= step:
             children = psutil.Process(runner.pid).children()
