@@ -26,7 +26,15 @@ def cut(*starts):
 TWO = ["tp=2", "tp=2,sp", "cp=2", "ep=2", "ep=2,dispatcher=allgather", "dp=2", "pp=2,vpp=2", "pp=2,recompute"]
 TWO += ["tp=2,sp,ep=2", "tp=2,sp,etp=1", *(cut(start) for start in range(1, LAYERS))]
 FOUR = ["cp=4", "ep=4", "pp=4", "pp=4,vpp=2", "tp=2,pp=2", "tp=2,sp,pp=2,vpp=2", "pp=2,ep=2", "cp=2,pp=2", "tp=2,cp=2"]
-FOUR += ["tp=2,sp,cp=2", "tp=2,sp,ep=2,etp=2", "tp=2,sp,ep=2,dp=2", "cp=2,dp=2", "cp=2,ep=2,dp=2", cut(1, 3, 5), cut(2, 6, 7)]
+FOUR += [
+    "tp=2,sp,cp=2",
+    "tp=2,sp,ep=2,etp=2",
+    "tp=2,sp,ep=2,dp=2",
+    "cp=2,dp=2",
+    "cp=2,ep=2,dp=2",
+    cut(1, 3, 5),
+    cut(2, 6, 7),
+]
 SOME = ["tp=2,sp", "cp=2", "ep=2", "pp=2", "pp=2,vpp=2"]
 
 
