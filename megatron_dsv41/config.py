@@ -152,8 +152,22 @@ class DSV41Config:
         if "text_config" not in hf:
             raise ValueError("config has no text_config: this is not a DeepSeek-V4.1 config.json")
         text = {**{k: v for k, v in hf.items() if k in TOP_LEVEL_FIELDS}, **hf["text_config"]}
-        rope_key = "rope_parameters" if "rope_parameters" in text else "rope_scaling"
+        if text.get("rope_parameters") and text.get("rope_scaling"):
+            _require(
+                all(text["rope_parameters"].get(key) == text["rope_scaling"].get(key) for key in ROPE_KEYS),
+                "rope_parameters and rope_scaling are both given and differ: keep one",
+            )
+        rope_key = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
         rope = dict(text.get(rope_key) or {})
+        gate_temp = text.get("gate_temp", 1.0)
+        _require(
+            gate_temp == 1.0, f"gate_temp must be 1.0, the only value that any released config has; got {gate_temp}"
+        )
+        older = text.get("torch_dtype", text.get("dtype"))
+        _require(
+            "dtype" not in text or older == text["dtype"],
+            f"torch_dtype {older!r} and dtype {text.get('dtype')!r} differ",
+        )
         rope_type = rope.get("rope_type", rope.get("type"))
         if rope and rope_type != "yarn":
             raise ValueError(f"{rope_key}.rope_type is {rope_type!r}: only 'yarn' is defined for this model")
@@ -161,6 +175,8 @@ class DSV41Config:
         values |= {k: rope[k] for k in ("rope_theta", "compress_rope_theta") if k in rope and k not in text}
         names = {f.name for f in dataclasses.fields(cls)} - NOT_IN_TEXT_CONFIG
         values |= {k: v for k, v in text.items() if k in names}
+        if older is not None:
+            values["dtype"] = older
         return cls(
             **values,
             vision=copy.deepcopy(dict(hf.get("vision_config") or {})),
@@ -178,11 +194,17 @@ class DSV41Config:
         for name, value in values.items():
             plain: Any = list(cast("tuple[int, ...]", value)) if isinstance(value, tuple) else value
             homes = [place for place in (hf, text) if name in place]
+            if name == "dtype" and not homes and any("torch_dtype" in place for place in (hf, text)):
+                homes = [place for place in (hf, text) if "torch_dtype" in place]
+                for place in homes:
+                    place["torch_dtype"] = plain
+                continue
             if not homes and name not in NOT_IN_TEXT_CONFIG and (was_empty or value != _DEFAULTS[name]):
                 homes = [hf if name in TOP_LEVEL_FIELDS else text]
             for place in homes:
                 place[name] = plain
-        rope = text.setdefault(self.rope_key, {"rope_type": "yarn"})
+        rope = text.get(self.rope_key) or {"rope_type": "yarn"}
+        text[self.rope_key] = rope
         for key, field in ROPE_KEYS.items():
             rope[key] = _like(rope.get(key), values[field])
         for key in ("rope_theta", "compress_rope_theta"):
@@ -214,6 +236,7 @@ TOP_LEVEL_FIELDS = {
     "pad_token_id",
     "image_token_id",
     "dtype",
+    "torch_dtype",
     "tie_word_embeddings",
 }
 
@@ -295,6 +318,8 @@ def _check_dimensions(c: DSV41Config) -> None:
         c.index_head_dim % 32 == 0,
         f"index_head_dim must be a multiple of 32 (MXFP4 blocks), got {c.index_head_dim}",
     )
+    dtypes = ("float32", "bfloat16")
+    _require(c.dtype in dtypes, f"dtype must be one of {', '.join(dtypes)}, got {c.dtype!r}")
     _require(c.swiglu_limit > 0, f"swiglu_limit must be positive, got {c.swiglu_limit}")
 
 

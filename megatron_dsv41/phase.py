@@ -1,4 +1,4 @@
-"""The switches of one phase of training: what the same model computes differently from phase to phase (DESIGN 6)."""
+"""The switches of one phase of training: what the same model computes differently from phase to phase."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def proxy() -> DSV41Config:
         engram_compressed_vocab_size=32768,
         num_nextn_predict_layers=0,
         dspark_target_layer_ids=(),
-        image_token_id=32767,
+        image_token_id=3,
     )
 
 
@@ -86,7 +86,7 @@ def tiny() -> DSV41Config:
         engram_compressed_vocab_size=2048,
         num_nextn_predict_layers=0,
         dspark_target_layer_ids=(),
-        image_token_id=2047,
+        image_token_id=3,
         dtype="float32",
     )
 

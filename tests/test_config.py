@@ -85,6 +85,41 @@ def test_impossible_configs_are_refused(change, message):
         flash().with_overrides(change)
 
 
+def test_null_rope_parameters_do_not_hide_rope_scaling():
+    hf = flash().to_hf()
+    hf["text_config"]["rope_parameters"] = None
+    hf["text_config"]["rope_scaling"]["original_max_position_embeddings"] = 64
+    config = DSV41Config.from_hf(hf)
+    assert config.rope_original_max_position_embeddings == 64 and config.to_hf() == hf
+
+
+def test_contradicting_rope_settings_are_refused():
+    hf = flash().to_hf()
+    hf["text_config"]["rope_parameters"] = {**hf["text_config"]["rope_scaling"], "factor": 2}
+    with pytest.raises(ValueError, match="both given and differ"):
+        DSV41Config.from_hf(hf)
+
+
+def test_gate_temperature_that_nobody_implements_is_refused():
+    hf = flash().to_hf()
+    hf["text_config"]["gate_temp"] = 2.0
+    with pytest.raises(ValueError, match="gate_temp must be 1.0"):
+        DSV41Config.from_hf(hf)
+
+
+def test_older_dtype_key_is_understood():
+    hf = flash().to_hf()
+    hf["text_config"].pop("dtype", None)
+    hf.pop("dtype", None)
+    hf["torch_dtype"] = "float32"
+    config = DSV41Config.from_hf(hf)
+    assert config.dtype == "float32" and config.to_hf() == hf
+    assert config.with_overrides({"dtype": "bfloat16"}).to_hf()["torch_dtype"] == "bfloat16"
+    hf["torch_dtype"] = "float16"
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, got 'float16'"):
+        DSV41Config.from_hf(hf)
+
+
 def test_rope_type_other_than_yarn_is_refused():
     hf = flash().to_hf()
     hf["text_config"]["rope_scaling"]["rope_type"] = "linear"

@@ -66,9 +66,10 @@ class ParityCase:
     @classmethod
     def load(cls, folder: str | Path) -> ParityCase:
         """Read everything but the weights. FileNotFoundError names the missing file."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        folder = Path(folder)
+        folder = Path(folder).resolve()
         for name in ("config.json", "expected.safetensors"):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder} is not a parity folder: it has no {name}")
@@ -77,7 +78,32 @@ class ParityCase:
         config = DSV41Config.load(folder)
         tokenizer = folder if (folder / "tokenizer.json").exists() else weights
         token_map = load_token_map(tokenizer / "tokenizer.json", config)
-        return cls(folder, config, token_map.ids, weights, load_file(folder / "expected.safetensors"))
+        try:
+            expected = load_file(folder / "expected.safetensors")
+        except SafetensorError as error:
+            raise ValueError(f"{folder / 'expected.safetensors'} cannot be read: {error}") from error
+        case = cls(folder, config, token_map.ids, weights, expected)
+        case.check()
+        return case
+
+    def check(self) -> None:
+        """ValueError for recorded tensors that are missing or do not fit the config."""
+        missing = [name for name in ("input_ids", "logits", "loss") if name not in self.expected]
+        if missing:
+            raise ValueError(f"{self.folder}: expected.safetensors has no {', '.join(missing)}")
+        ids, logits = self.input_ids, self.expected["logits"]
+        if ids.dim() != 2 or not ids.numel():
+            raise ValueError(f"{self.folder}: input_ids must be [batch, seq], got {list(ids.shape)}")
+        if logits.shape != (*ids.shape, self.config.vocab_size):
+            wanted = [*ids.shape, self.config.vocab_size]
+            raise ValueError(f"{self.folder}: logits must be {wanted}, got {list(logits.shape)}")
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
+            raise ValueError(
+                f"{self.folder}: input_ids reach from {int(ids.min())} to {int(ids.max())}, "
+                f"vocab_size is {self.config.vocab_size}"
+            )
+        if self.expected["loss"].numel() != 1:
+            raise ValueError(f"{self.folder}: loss must be one number, got {list(self.expected['loss'].shape)}")
 
     @property
     def input_ids(self) -> Tensor:
@@ -188,7 +214,7 @@ def compare(case: ParityCase, results: Results) -> Report:
     report = Report(
         loss=results.loss,
         expected_loss=expected_loss,
-        loss_rel=abs(results.loss - expected_loss) / abs(expected_loss),
+        loss_rel=abs(results.loss - expected_loss) / (abs(expected_loss) or 1.0),
         logits_abs_p999=_quantile(apart.flatten(), 0.999),
         logits_abs_max=apart.max().item(),
         logits_cos=F.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0).item(),
@@ -212,32 +238,34 @@ def _quantile(values: Tensor, q: float) -> float:
 def _compare_gradients(case: ParityCase, grads: Mapping[str, Tensor]) -> tuple[tuple[GradientRow, ...], list[str]]:
     rows: list[GradientRow] = []
     surprises: list[str] = []
+    judged = case.tolerance.grad_cos_min is not None and any(name.startswith("grad") for name in case.expected)
     for binding in bind(case.config):
         grad = grads.get(binding.native)
         parts = [None] * len(binding.released) if grad is None else binding.via.to_released(grad)
-        for name, ours in zip(binding.released, parts, strict=True):
-            norm = case.expected.get(f"grad_norm.{name}")
-            if norm is not None:
-                rows.append(_gradient_row(name, ours, case.expected.get(f"grad.{name}"), norm.double().item()))
-            elif (
-                f"grad.{name}" not in case.expected
-                and not _recorded_sibling(case, binding.released)
-                and ours is not None
-            ):
-                surprises.append(f"{name} has a gradient, the reference leaves it without")
+        # Parts of one native tensor may be left out for size; without any of them the reference has no gradient.
+        recorded = [name for name in binding.released if _recorded(case, name)]
+        rows += [
+            _gradient_row(case, name, ours)
+            for name, ours in zip(binding.released, parts, strict=True)
+            if name in recorded
+        ]
+        if judged and not recorded and grad is not None:
+            surprises.append(f"{binding.released[0]} has a gradient, the reference leaves it without")
     return tuple(rows), surprises
 
 
-def _recorded_sibling(case: ParityCase, released: tuple[str, ...]) -> bool:
-    """Some part of the same native tensor was recorded: the others were left out for size, not for want of gradient."""
-    return any(f"grad_norm.{name}" in case.expected for name in released)
+def _recorded(case: ParityCase, name: str) -> bool:
+    return f"grad.{name}" in case.expected or f"grad_norm.{name}" in case.expected
 
 
-def _gradient_row(name: str, ours: Tensor | None, theirs: Tensor | None, expected_norm: float) -> GradientRow:
+def _gradient_row(case: ParityCase, name: str, ours: Tensor | None) -> GradientRow:
+    theirs, norm = case.expected.get(f"grad.{name}"), case.expected.get(f"grad_norm.{name}")
+    wanted = None if norm is None else norm.double().item()
     if ours is None:
-        return GradientRow(name, None if theirs is None else 0.0, 1.0 if expected_norm else 0.0)
-    norm = ours.double().norm().item()
-    norm_rel = abs(norm - expected_norm) / expected_norm if expected_norm else norm
+        absent = not wanted and (theirs is None or not theirs.any())
+        return GradientRow(name, None if theirs is None or absent else 0.0, 0.0 if absent else 1.0)
+    found = ours.double().norm().item()
+    norm_rel = 0.0 if wanted is None else abs(found - wanted) / wanted if wanted else found
     if theirs is None:
         return GradientRow(name, None, norm_rel)
     a, b = ours.double().flatten()[: theirs.numel()], theirs.double().flatten()

@@ -93,11 +93,7 @@ def test_output_projection_meets_its_own_heads(wide_layer):
     turn = cos_sin(torch.arange(21), attention.frequencies)
     heads = rotate(out, *turn, inverse=True)
     with torch.no_grad():
-        parts = [
-            heads[:, 8 * g : 8 * g + 8].flatten(1) @ attention.wo_a.weight.chunk(8)[g].T
-            for g in range(8)
-            for g in range(8)
-        ]
+        parts = [heads[:, 8 * g : 8 * g + 8].flatten(1) @ attention.wo_a.weight.chunk(8)[g].T for g in range(8)]
         again = attention.wo_b(torch.cat(parts, dim=-1))
     torch.testing.assert_close(again, y[:, 0], rtol=0.02, atol=0.02)
 

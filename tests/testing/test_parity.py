@@ -104,6 +104,57 @@ def test_bf16_case_is_a_smoke_test(tmp_path):
     assert report.tokens_within < 0.9  # it is bf16 that ran
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda e: e.pop("loss"), "has no loss"),
+        (
+            lambda e: e.update(logits=e["logits"][..., :-1].clone()),
+            r"logits must be \[2, 48, 400\], got \[2, 48, 399\]",
+        ),
+        (lambda e: e["input_ids"].fill_(400), "input_ids reach from 400 to 400, vocab_size is 400"),
+    ],
+)
+def test_recorded_outputs_that_do_not_fit_are_named(tmp_path, capsys, damage, message):
+    from safetensors.torch import load_file, save_file
+
+    folder = copy_case(tmp_path)
+    expected = load_file(folder / "expected.safetensors")
+    damage(expected)
+    save_file(expected, folder / "expected.safetensors")
+    with pytest.raises(ValueError, match=message):
+        ParityCase.load(folder)
+    assert main(["parity", str(folder), "--json"]) == 2
+    result = json.loads(capsys.readouterr().out.rstrip("\n").split("\n")[-1])
+    assert result["ok"] is False and result["loss_rel"] is None
+
+
+def test_damaged_recording_is_named(tmp_path):
+    folder = copy_case(tmp_path)
+    (folder / "expected.safetensors").write_bytes((folder / "expected.safetensors").read_bytes()[:1000])
+    with pytest.raises(ValueError, match="expected.safetensors cannot be read"):
+        ParityCase.load(folder)
+
+
+def test_gradient_recorded_without_its_norm_is_judged(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = copy_case(tmp_path)
+    expected = load_file(folder / "expected.safetensors")
+    del expected["grad_norm.norm.weight"]
+    expected["grad.norm.weight"] *= -1
+    save_file(expected, folder / "expected.safetensors")
+    case = ParityCase.load(folder)
+    assert any("smallest cosine" in failure for failure in compare(case, run_transformer(case)).failures)
+
+
+def test_folder_is_found_from_inside_and_through_a_link(tmp_path, monkeypatch):
+    monkeypatch.chdir(FOLDER / "packed_fp32")
+    assert ParityCase.load(".").weights_folder.name == "text_fp32"
+    (tmp_path / "link").symlink_to(FOLDER / "odd_length_fp32")
+    assert ParityCase.load(tmp_path / "link").weights_folder.name == "text_fp32"
+
+
 def test_folder_without_expected_outputs_is_named(tmp_path, capsys):
     folder = copy_case(tmp_path)
     (folder / "expected.safetensors").unlink()

@@ -102,7 +102,9 @@ def test_a_row_without_slots_is_zero_with_finite_gradients():
 def test_hostile_logits_stay_finite():
     q, kv, compressed, topk, sink, start, _ = attend_inputs([6], dtype=torch.float32)
     with torch.no_grad():
-        q.mul_(1e4), kv.mul_(1e2), sink.copy_(torch.tensor([1e4, -1e4, 0.0]))
+        q.mul_(1e4)
+        kv.mul_(1e2)
+        sink.copy_(torch.tensor([1e4, -1e4, 0.0]))
     out = sparse_attend(q, kv, compressed, topk, sink, start, 0, 1.0, window=3)
     out.sum().backward()
     assert out.isfinite().all() and all(t.grad.isfinite().all() for t in (q, kv, compressed, sink))
