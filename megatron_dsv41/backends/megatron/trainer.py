@@ -34,13 +34,17 @@ from megatron_dsv41.backends.megatron.progress import Reporter
 from megatron_dsv41.backends.megatron.router_bias import load_metrics, update_router_biases
 from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.data.check import check_prepared
+from megatron_dsv41.data.files import write_whole
 from megatron_dsv41.data.prepared import cache_key, prepared_paths
 from megatron_dsv41.data.token_map import load_token_map
 from megatron_dsv41.data.tokenizer import open_tokenizer
 from megatron_dsv41.experiments.flops import count_parameters
 from megatron_dsv41.layer_plan import plan_layers
+from megatron_dsv41.modules.engram import EngramHash
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.run_config import Run, load_run
+
+HASH_FILE = "engram_hash"  # beside run.yaml: the digest of the Engram constants of the run's weights
 
 
 @dataclasses.dataclass
@@ -50,6 +54,7 @@ class Corpus:
     token_map: Tensor
     eod_id: int
     digest: str
+    hash_digest: str  # of everything that decides an Engram row
 
 
 @dataclasses.dataclass
@@ -284,6 +289,12 @@ class Trainer:
             stages = unwrap_model(model)
             expected = checkpoints.model_shapes(stage.sharded_state_dict() for stage in stages)
             checkpoints.compare_tensors(expected, checkpoints.stored_shapes(path), f"checkpoint {path}")
+            stored = Path(self.run.checkpoint.folder) / HASH_FILE
+            known = stored.read_text().strip() if stored.is_file() else None
+            _check_same_hash(known, self.corpus, self.run.checkpoint.folder)
+            torch.distributed.barrier()
+            if torch.distributed.get_rank() == 0:
+                _record_run(self.run, self.corpus)
         return stock(model, *args, **kwargs)
 
 
@@ -301,14 +312,15 @@ def check(run: Run) -> Checked:
     check_megatron_names(run)
     Ops(run.ops)
     corpus = on_first(lambda: open_corpus(run))
-    resume_step = on_first(lambda: _open_run(run))
+    resume_step = on_first(lambda: _open_run(run, corpus))
     weights = None
     if run.train.init_from and resume_step is None:
         weights = open_weights(run.train.init_from, run.architecture())
+        _check_same_hash(getattr(getattr(weights, "record", None), "hash_digest", None), corpus, run.train.init_from)
     return Checked(corpus, data_parallel_size, resume_step, weights)
 
 
-def _open_run(run: Run) -> int | None:
+def _open_run(run: Run, corpus: Corpus) -> int | None:
     folder = Path(run.checkpoint.folder)
     step = checkpoints.open_folder(folder, run.checkpoint.resume)
     if step is not None and step >= run.steps:
@@ -317,8 +329,26 @@ def _open_run(run: Run) -> int | None:
         _check_same_optimizer(run, folder / "run.yaml")
     weights = count_parameters(run.architecture()).total
     checkpoints.require_space(folder, weights * (16 if run.checkpoint.optimizer else 4))
-    (folder / "run.yaml").write_text(run.to_yaml())
+    if step is None:
+        _record_run(run, corpus)
     return step
+
+
+def _record_run(run: Run, corpus: Corpus) -> None:
+    """What the folder holds from here on. On a resume only after its checkpoint was found to fit."""
+    folder = Path(run.checkpoint.folder)
+    write_whole(folder / "run.yaml", run.to_yaml().encode())
+    write_whole(folder / HASH_FILE, f"{corpus.hash_digest}\n".encode())
+
+
+def _check_same_hash(stored: str | None, corpus: Corpus, where: str) -> None:
+    """ValueError when weights were trained with other Engram rows: another tokenizer of equal size looks alike."""
+    if stored is not None and stored != corpus.hash_digest:
+        raise ValueError(
+            f"{where} was trained with Engram hash constants {stored[:12]}, the data of this run give "
+            f"{corpus.hash_digest[:12]}: its tokenizer or its Engram settings are not those of the weights; "
+            "prepare the data with the tokenizer that the weights were trained with"
+        )
 
 
 def _check_same_optimizer(run: Run, stored: Path) -> None:
@@ -360,7 +390,8 @@ def open_corpus(run: Run) -> Corpus:
         sidecar = check_prepared(prefix, config, tokenizer_sha256=tokenizer, min_tokens=run.data.seq_length + 1)
         tokenizer = sidecar.tokenizer_sha256
     token_map = load_token_map(prepared_paths(prefixes[0]).token_map, config)
-    return Corpus(token_map.ids, config.eos_token_id, cache_key(prefixes))
+    digest = EngramHash(config, token_map.ids).digest
+    return Corpus(token_map.ids, config.eos_token_id, cache_key(prefixes), digest)
 
 
 def on_first[T](function: Callable[[], T]) -> T:

@@ -116,6 +116,19 @@ def test_checkpoint_of_another_model(home):
         )
     text = str(failure.value)
     assert text.count("extra: layers.3.engram.") == 4 and text.count("misshapen: ") == 6 and "and 34 more" in text
+    # The refused attempt left the description of the run as it was: its checkpoint can still be exported.
+    assert "moe_intermediate_size" not in (home / "run" / "run.yaml").read_text()
+
+
+def test_resume_with_another_tokenizer_of_equal_size(home):
+    stored = home / "run" / "engram_hash"
+    right = stored.read_text()
+    stored.write_text("0" * 64)
+    try:
+        with pytest.raises(AssertionError, match="was trained with Engram hash constants 000000000000"):
+            run_ranks(train, 1, home, "train.steps=4", "batch.micro=4")
+    finally:
+        stored.write_text(right)
 
 
 def poisoned(folder, *overrides):
