@@ -125,6 +125,7 @@ def test_killed_twice_every_cell_is_trained_once(ladder_file, capsys):
     for process in (runner, trainer):
         os.kill(process.pid, signal.SIGKILL)
     runner.wait()
+    trainer.wait(600)  # a killed process is still listed until it is gone
     assert states(ladder_file, capsys) == ["finished", "interrupted"]
 
     assert subprocess.run(command(ladder_file), timeout=900).returncode == 0
