@@ -1,6 +1,6 @@
 # `make` alone lists the targets. All of them create or reuse .venv in the checkout.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint format clean-demo
+.PHONY: help setup demo test test-slow test-gpu lint format clean-demo
 PY := .venv/bin/python
 BIN := .venv/bin
 SHELL := /bin/bash
@@ -14,8 +14,11 @@ setup:  ## create or update .venv (PYTHON=/path/to/python3.12 picks the interpre
 demo: setup  ## train a small model on real text, interrupt and resume it, export it, plot it (minutes)
 	@$(PY) examples/demo.py $(ARGS)
 
-test: setup lint  ## lint, type check and every test that needs no GPU
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m "not gpu" $(ARGS)
+test: setup lint  ## lint, type check and every test that needs neither a GPU nor many minutes
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m "not gpu and not slow" $(ARGS)
+
+test-slow: setup  ## the tests that take minutes each: a ladder killed twice, coverage of its intervals
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m "slow and not gpu" $(ARGS)
 
 test-gpu: setup  ## the tests that need a GPU
 	@$(PY) -m pytest -m gpu $(ARGS)
