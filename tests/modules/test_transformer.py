@@ -63,7 +63,7 @@ def assert_prefix_unchanged(model, ids, changed_at, documents=None, exact=False)
 
 
 MODEL = tiny_model(tiny_config())
-# A product rounds differently when it has other rows beside it: by 1e-16 in fp64, by 1e-7 in fp32. The latter is enough to
+# A product rounds differently with other rows beside it: by 1e-16 in fp64, by 1e-7 in fp32. The latter is enough to
 # cross, in one sequence of a hundred and on one processor but not another, a boundary of the fake quantization.
 EXACT = tiny_model(tiny_config()).double()
 SMOOTH = tiny_model(tiny_config(), phase=without_rounding())
