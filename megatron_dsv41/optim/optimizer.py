@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 
 from megatron_dsv41.optim.groups import Algorithm, ParameterGroup
 from megatron_dsv41.optim.muon import muon_direction, muon_update
+from megatron_dsv41.optim.row_blocks import gradient_rows, row_blocks
 from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.optim.shards import MatrixView, matrix_view, on_whole_matrices, sum_over
-from megatron_dsv41.optim.sinkhorn import sinkhorn_balance, sinkhorn_update
+from megatron_dsv41.optim.sinkhorn import Balance, sinkhorn_update
 
 # What each algorithm remembers of a tensor, with the shape of the tensor; AdamW also counts its steps.
 MOMENTS = {
@@ -43,6 +44,7 @@ class MixedOptimizer(torch.optim.Optimizer):
 
     A group is a dict with `params`, `places` (one Place per tensor), `algorithm`, `weight_decay`, `frozen`, and `lr`.
     Tensors are float32 or float64; one without gradient is left alone, and so is a frozen group, but both have state.
+    Tables may also be bfloat16, and their gradients row-sparse; both are then updated a block of rows at a time.
     `step` is collective over the groups of the places: every rank must hold its part of the same tensors in one order.
     """
 
@@ -54,10 +56,14 @@ class MixedOptimizer(torch.optim.Optimizer):
                 self.state[tensor] = self._initial_state(group["algorithm"], tensor)
 
     def _initial_state(self, algorithm: Algorithm, tensor: Tensor) -> dict[str, Tensor]:
-        dtype = tensor.dtype
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
         if algorithm is not Algorithm.ADAMW and dtype is torch.float32:
             dtype = getattr(torch, self.settings.momentum_dtype)
-        state = {moment: torch.zeros_like(tensor, dtype=dtype) for moment in MOMENTS[algorithm]}
+        pinned = tensor.is_pinned()  # a table in host memory: its state lies beside it
+        state = {
+            moment: torch.zeros(tensor.shape, dtype=dtype, device=tensor.device, pin_memory=pinned)
+            for moment in MOMENTS[algorithm]
+        }
         if algorithm is Algorithm.ADAMW:
             state["step"] = torch.zeros(1, device="cpu")  # read at every step: never on a GPU
         return state
@@ -65,13 +71,18 @@ class MixedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of everything that has a gradient."""
-        updates = {Algorithm.MUON: self._muon, Algorithm.SINKHORN: self._sinkhorn, Algorithm.ADAMW: self._adamw}
         for group in self.param_groups:
-            if group["frozen"]:
-                continue
-            for tensor, place in zip(group["params"], group["places"], strict=True):
-                if tensor.grad is not None:
-                    updates[group["algorithm"]](group, tensor, place, self.state[tensor])
+            self.update(group)
+
+    @torch.no_grad()
+    def update(self, group: dict[str, Any]) -> None:
+        """One update of the tensors of one group that have a gradient."""
+        if group["frozen"]:
+            return
+        updates = {Algorithm.MUON: self._muon, Algorithm.SINKHORN: self._sinkhorn, Algorithm.ADAMW: self._adamw}
+        for tensor, place in zip(group["params"], group["places"], strict=True):
+            if tensor.grad is not None:
+                updates[group["algorithm"]](group, tensor, place, self.state[tensor])
 
     def _muon(self, group: dict[str, Any], tensor: Tensor, place: Place, state: dict[str, Tensor]) -> None:
         s = self.settings
@@ -98,7 +109,7 @@ class MixedOptimizer(torch.optim.Optimizer):
         s = self.settings
         assert tensor.grad is not None
         balance = functools.partial(
-            sinkhorn_balance,
+            Balance,
             total_rows=place.total_rows or None,
             steps=s.sinkhorn_steps,
             threshold=s.sinkhorn_threshold,
@@ -116,15 +127,31 @@ class MixedOptimizer(torch.optim.Optimizer):
         )
 
     def _adamw(self, group: dict[str, Any], tensor: Tensor, place: Place, state: dict[str, Tensor]) -> None:
-        s, grad = self.settings, tensor.grad
+        grad = tensor.grad
         assert grad is not None
         state["step"] += 1
-        step = int(state["step"])
-        mean = state["exp_avg"].lerp_(grad, 1 - s.beta1)
-        square = state["exp_avg_sq"].mul_(s.beta2).addcmul_(grad, grad, value=1 - s.beta2)
-        tensor.mul_(1 - group["lr"] * group["weight_decay"])
+        if grad.layout is not torch.sparse_coo:
+            self._adamw_part(group, tensor, grad, state, slice(None))
+            return
+        gradient = gradient_rows(grad)
+        for rows in row_blocks(tensor.shape[0], tensor.shape[1]):
+            self._adamw_part(group, tensor, gradient(rows), state, rows)
+
+    def _adamw_part(
+        self, group: dict[str, Any], tensor: Tensor, grad: Tensor, state: dict[str, Tensor], rows: slice
+    ) -> None:
+        s, step, stored = self.settings, int(state["step"]), (tensor, state["exp_avg"], state["exp_avg_sq"])
+        weight, mean, square = (
+            part[rows].to(grad.device, torch.promote_types(part.dtype, grad.dtype)) for part in stored
+        )
+        mean.lerp_(grad, 1 - s.beta1)
+        square.mul_(s.beta2).addcmul_(grad, grad, value=1 - s.beta2)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
         root = square.sqrt().div_(math.sqrt(1 - s.beta2**step)).add_(s.eps)
-        tensor.addcdiv_(mean, root, value=-group["lr"] / (1 - s.beta1**step))
+        weight.addcdiv_(mean, root, value=-group["lr"] / (1 - s.beta1**step))
+        for part, new in zip(stored, (weight, mean, square), strict=True):
+            if new.data_ptr() != part[rows].data_ptr():
+                part[rows] = new.to(part.device, part.dtype)
 
 
 def optimizer_group(group: ParameterGroup, tensors: Sequence[Tensor], places: Sequence[Place]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from megatron_dsv41 import presets
 from megatron_dsv41.modules.transformer import Transformer
 from megatron_dsv41.optim.groups import Algorithm, group_parameters
-from megatron_dsv41.optim.optimizer import MixedOptimizer, Place, whole_optimizer
+from megatron_dsv41.optim.optimizer import MixedOptimizer, Place, optimizer_group, whole_optimizer
+from megatron_dsv41.optim.row_blocks import row_sparse
 from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.optim.shards import Shard, matrix_view
 from megatron_dsv41.phase import Phase
@@ -123,3 +124,32 @@ def check_parts():
 @pytest.mark.parametrize("world", [2, 4])
 def test_parts_move_as_the_whole(world):
     run_ranks(check_parts, world)
+
+
+@pytest.mark.parametrize("name", ["published", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_sparse_gradient_of_a_table(name, dtype, monkeypatch):
+    """A table in blocks, from the rows that have a gradient, moves as the whole table from the whole gradient."""
+    monkeypatch.setattr("megatron_dsv41.optim.row_blocks.BLOCK_ELEMENTS", 64)
+    settings = dataclasses.replace(SETTINGS, name=name)
+    (group,) = group_parameters({"layers.1.engram.embed.weight": (50, 8)}, presets.tiny(), Phase(), settings)
+    start = torch.randn(50, 8).to(dtype)
+    dense, sparse = start.float().clone(), start.clone()
+    sparse.grad_dtype = None  # fp32 gradients of a table whose master is bf16
+    optimizers = [
+        MixedOptimizer([optimizer_group(group, [tensor], [Place()]) | {"lr": 0.01}], settings)
+        for tensor in (dense, sparse)
+    ]
+    for step in range(2):
+        ids = torch.arange(step, 50, 7)
+        values = torch.randn(len(ids), 8)
+        dense.grad = torch.zeros(50, 8).index_copy(0, ids, values)
+        sparse.grad = row_sparse(ids, values, 50)
+        for optimizer in optimizers:
+            optimizer.step()
+        if dtype is torch.bfloat16:  # one rounding per step is all that differs
+            assert torch.equal(sparse, dense.bfloat16())
+            dense.copy_(sparse)
+    assert torch.equal(sparse.float(), dense) and not torch.equal(sparse, start)
+    states = [optimizer.state[tensor] for optimizer, tensor in zip(optimizers, (dense, sparse), strict=True)]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])

@@ -1,9 +1,18 @@
 """The balanced update against a dense fp64 implementation that rewrites the matrix at every step."""
 
+import functools
+
 import pytest
 import torch
 
-from megatron_dsv41.optim.sinkhorn import sinkhorn_balance, sinkhorn_update
+from megatron_dsv41.optim.row_blocks import row_sparse
+from megatron_dsv41.optim.sinkhorn import Balance, sinkhorn_update
+
+
+def sinkhorn_balance(update, **settings):
+    """The balanced update of a whole table, from blocks of about three rows."""
+    found = Balance(lambda rows: update[rows], tuple(update.shape), update, block_elements=25, **settings)
+    return torch.cat([found.rows(block) for block in found.blocks]) if found.blocks else update
 
 
 def plain_balance(update, steps=11, threshold=1e-3, eps=1e-20):
@@ -77,7 +86,7 @@ def test_step_is_the_plain_step():
     momentum, plain, plain_momentum = torch.zeros(30, 6), weight.double(), torch.zeros(30, 6).double()
     for seed in range(4):
         grad = random_table(30, 6, seed)
-        sinkhorn_update(weight, grad, momentum, sinkhorn_balance, lr=0.05)
+        sinkhorn_update(weight, grad, momentum, lr=0.05)
         plain_momentum = 0.95 * plain_momentum + 0.05 * grad.double()
         plain = plain - 0.18 * 0.05 * plain_balance(0.95 * plain_momentum + 0.05 * grad.double())
     assert (weight.double() - plain).abs().max() < 1e-6
@@ -86,6 +95,50 @@ def test_step_is_the_plain_step():
 def test_bf16_momentum_rounds_only_what_is_kept():
     grad = random_table(30, 6)
     one, two, short = torch.zeros(30, 6), torch.zeros(30, 6), torch.zeros(30, 6, dtype=torch.bfloat16)
-    sinkhorn_update(one, grad, torch.zeros(30, 6), sinkhorn_balance, lr=0.1)
-    sinkhorn_update(two, grad, short, sinkhorn_balance, lr=0.1)
+    sinkhorn_update(one, grad, torch.zeros(30, 6), lr=0.1)
+    sinkhorn_update(two, grad, short, lr=0.1)
     assert torch.equal(one, two)
+
+
+def test_row_sparse_gradient_is_its_dense_form(monkeypatch):
+    monkeypatch.setattr("megatron_dsv41.optim.row_blocks.BLOCK_ELEMENTS", 64)  # ten rows of six
+    grad, start = random_table(30, 6), random_table(30, 6, 1)
+    ids = grad.any(1).nonzero()[:, 0]
+    one, two, first, second = start.clone(), start.clone(), start * 0.1, start * 0.1
+    sinkhorn_update(one, grad, first, lr=0.1)
+    sinkhorn_update(two, row_sparse(ids, grad[ids], 30), second, lr=0.1)
+    assert torch.equal(one, two) and torch.equal(first, second)
+    empty = start.clone()
+    sinkhorn_update(empty, row_sparse(ids[:0], grad[:0], 30), torch.zeros(30, 6), lr=0.1)
+    assert torch.equal(empty, start)
+
+
+def test_bf16_weight_is_rounded_once():
+    grad, start = random_table(30, 6), random_table(30, 6, 1).bfloat16()
+    wide, short = start.float(), start.clone()
+    sinkhorn_update(wide, grad, torch.zeros(30, 6), lr=0.5)
+    sinkhorn_update(short, grad, torch.zeros(30, 6), lr=0.5)
+    assert torch.equal(short, wide.bfloat16()) and not torch.equal(short, start)
+
+
+def test_no_buffer_of_the_tables_size():
+    """Peak memory beside the table and its momentum: some blocks and one scale per row, at any number of rows."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            views = ("aten::slice", "aten::view", "aten::detach", "aten::_indices", "aten::_values")
+            if torch.is_tensor(out) and not func._schema.name.startswith(views) and not func._schema.is_mutable:
+                self.numel = max(self.numel, out.numel())
+            return out
+
+    rows, cols, block = 4000, 16, 1024
+    ids = torch.arange(0, rows, 100)
+    grad = row_sparse(ids, torch.randn(len(ids), cols), rows)
+    weight, momentum = torch.randn(rows, cols), torch.zeros(rows, cols)
+    with Largest() as seen:
+        sinkhorn_update(weight, grad, momentum, functools.partial(Balance, block_elements=block), lr=0.1)
+    assert seen.numel == rows  # row scales; a block has 1024 elements, the table 64,000
