@@ -4,6 +4,9 @@
 PY := .venv/bin/python
 BIN := .venv/bin
 SHELL := /bin/bash
+# Two processes, file by file: the distributed tests spend much of their time waiting for processes of their own.
+JOBS ?= 2
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist loadfile
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -15,10 +18,10 @@ demo: setup  ## train a small model on real text, interrupt and resume it, expor
 	@$(PY) examples/demo.py $(ARGS)
 
 test: setup lint  ## lint, type check and every test that needs neither a GPU nor many minutes
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m "not gpu and not slow" $(ARGS)
+	@$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 test-slow: setup  ## the tests that take minutes each: a ladder killed twice, coverage of its intervals
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m "slow and not gpu" $(ARGS)
+	@$(PYTEST) -m "slow and not gpu" $(ARGS)
 
 test-gpu: setup  ## the tests that need a GPU
 	@$(PY) -m pytest -m gpu $(ARGS)

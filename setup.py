@@ -39,6 +39,7 @@ setup(
         "kernels": ["sgl-flash-mla>=1.0"],
         "dev": [
             "pytest>=9",
+            "pytest-xdist>=3.8",
             "ruff==0.17.6",  # the formatter's output is checked, so its version is part of the style
             "pyright[nodejs]==1.1.414",
             "import-linter>=2.17",

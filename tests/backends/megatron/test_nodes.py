@@ -23,8 +23,8 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start_agents(config):
-    """One agent per "machine", each with one rank."""
+def start_agents(config, log):
+    """One agent per "machine", each with one rank; what they print goes to the file `log`."""
     port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
@@ -33,8 +33,8 @@ def start_agents(config):
         subprocess.Popen(
             [*command, "--node-rank", str(node), "-m", "megatron_dsv41", "train", "--config", str(config)],
             env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=log.open("a"),
+            stderr=subprocess.STDOUT,
         )
         for node in range(2)
     ]
@@ -54,7 +54,7 @@ def test_two_agents_train_lose_one_and_resume(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(json.loads(json.dumps(run.to_dict()))))
     folder = run.checkpoint.folder
-    agents = start_agents(config)
+    agents = start_agents(config, tmp_path / "first.log")
     try:
         deadline = time.monotonic() + 300
         while not any(row["step"] >= 4 for row in read_metrics(folder)):
@@ -64,9 +64,10 @@ def test_two_agents_train_lose_one_and_resume(tmp_path):
         lose(agents[0])  # one machine is gone; what is left of the other is stopped by its scheduler
         lose(agents[1])
     before = {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
-    agents = start_agents(config)
+    agents = start_agents(config, tmp_path / "second.log")
     try:
-        assert [agent.wait(timeout=300) for agent in agents] == [0, 0]
+        codes = [agent.wait(timeout=300) for agent in agents]
+        assert codes == [0, 0], (tmp_path / "second.log").read_text()[-5000:]
     finally:
         for agent in agents:
             if agent.poll() is None:
