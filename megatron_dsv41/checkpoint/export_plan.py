@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_dsv41 import presets
+from megatron_dsv41.checkpoint.finite import num_non_finite
 from megatron_dsv41.checkpoint.jobs import Unit
+from megatron_dsv41.checkpoint.lora import MergedSource
 from megatron_dsv41.checkpoint.mapping import (
     Binding,
     Inventory,
@@ -23,14 +25,15 @@ from megatron_dsv41.checkpoint.mapping import (
     release_shards,
     released_inventory,
 )
+from megatron_dsv41.checkpoint.native_record import NativeRecord, is_native
 from megatron_dsv41.checkpoint.pieces import (
     binding_pieces,
     copy_range_units,
     copy_units,
-    fingerprint,
     num_elements,
     row_pieces,
 )
+from megatron_dsv41.checkpoint.regions import whole
 from megatron_dsv41.checkpoint.safetensors_io import (
     SafetensorsFolder,
     Shard,
@@ -39,14 +42,7 @@ from megatron_dsv41.checkpoint.safetensors_io import (
     shards_by_file,
     shards_by_size,
 )
-from megatron_dsv41.checkpoint.sources import (
-    NativeRecord,
-    NativeSource,
-    ReleasedSource,
-    StateSource,
-    is_native,
-    read_stored,
-)
+from megatron_dsv41.checkpoint.sources import NativeSource, StateSource
 from megatron_dsv41.checkpoint.storage import (
     QUANTIZED,
     TORCH_DTYPES,
@@ -57,6 +53,7 @@ from megatron_dsv41.checkpoint.storage import (
     stored_format,
     weight_name,
 )
+from megatron_dsv41.checkpoint.stored import StoredReader, logical_shape
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.ops.quant.codec import Format, Quantized, encode, scale_as, scale_bytes
 
@@ -108,7 +105,8 @@ class ExportPlan:
     """An export, decided: `specs`, `shards` and `units` follow from source, origin and wished storage.
 
     storage None: as the config says (quantized in the released layout if it has a quantization_config, else plain).
-    plain: patterns of released names (`layers.*.attn.*`) to be stored in bfloat16 instead of quantized.
+    plain: patterns of released names (`layers.*.attn.*`) to be stored in bfloat16 instead of quantized. finite: NaN and
+    infinity are errors of the units.
     """
 
     def __init__(
@@ -118,6 +116,7 @@ class ExportPlan:
         origin: Origin | None,
         storage: ExportStorage | None,
         plain: Sequence[str] = (),
+        finite: bool = True,
     ):
         if storage == "source" and origin is None:
             raise ValueError(
@@ -126,6 +125,7 @@ class ExportPlan:
         self.source = source
         self.origin = origin
         self.storage = storage
+        self.finite = finite
         self.config = _exported_config(config, storage, plain)
         self.bindings = bind(config)
         self._carried = [n for n in origin.folder.tensors if is_carried(n)] if origin else []
@@ -200,11 +200,10 @@ class ExportPlan:
 
     def identity(self) -> Any:
         """JSON value that two runs share when they write the same bytes; None for sources that cannot promise that."""
-        if not isinstance(self.source, NativeSource | ReleasedSource):
-            return None
-        origin = fingerprint(self.origin.folder) if self.origin else None
+        source = self.source.identity()
+        origin = self.origin.folder.fingerprint() if self.origin else None
         names = [[spec.name, spec.dtype] for spec in self.specs]
-        return ["export", fingerprint(self.source.folder), origin, names, self.config.to_hf()]
+        return source and ["export", source, origin, names, self.config.to_hf(), self.finite]
 
     def _specs_of(self, name: str, shape: tuple[int, ...], dtype: str, storage: Storage) -> Iterator[TensorSpec]:
         form = stored_format(dtype, storage)
@@ -218,8 +217,8 @@ class ExportPlan:
     def _unit(self, binding: Binding, rows: slice) -> Unit:
         """Read rows of the native tensor, write them to its released parts."""
         first_row = 0 if binding.via.lead else rows.start
-        stacked = binding.via.parts_of_rows(range(rows.start, rows.stop)) if binding.via.lead else range(1)
-        names = [binding.released[i] for i in stacked]
+        lead = (range(rows.start, rows.stop), *whole(binding.via.lead[1:])) if binding.via.lead else ()
+        names = [binding.released[i] for i in binding.via.parts_of(lead)]
         height = binding.part_shape[0] if binding.via.lead else rows.stop - rows.start
         bytes_ = sum(num_bytes(self._wanted[n][0], (height, *self._wanted[n][1][1:])) for n in names)
 
@@ -227,7 +226,7 @@ class ExportPlan:
             native = self.source.read(binding.native, rows)
             self._write_parts(writer, names, binding.storage, first_row, binding.via.to_released(native))
 
-        return Unit(bytes_, run)
+        return Unit(bytes_, run, names[0])
 
     def _write_parts(
         self, writer: ShardWriter, names: Sequence[str], storage: Storage, first_row: int, parts: Sequence[Tensor]
@@ -254,6 +253,9 @@ class ExportPlan:
         dtype = self._wanted[name][0]
         form = stored_format(dtype, storage)
         if form is None:
+            number = num_non_finite(values) if self.finite else 0
+            if number:
+                raise ValueError(f"{name} (rows from {first_row}): {number} values are NaN or infinite")
             writer.write_rows(name, first_row, values.to(TORCH_DTYPES[dtype]))
             return
         first_block = first_row // form.block[0]
@@ -276,24 +278,32 @@ class ExportPlan:
         dtype = TORCH_DTYPES[writer.spec(name).dtype]
         writer.write_rows(name, first_block, scale_as(scale.view(torch.uint8), dtype))
 
+    def _native_folder(self, binding: Binding) -> SafetensorsFolder | None:
+        """The native folder that holds a tensor as it is to be exported, if any."""
+        source = self.source
+        if isinstance(source, MergedSource) and not source.touches(binding.native):
+            source = source.base
+        return source.folder if isinstance(source, NativeSource) else None
+
     def _copies(self, binding: Binding) -> bool:
         """Whether the bytes of a native folder are the released bytes."""
-        if not isinstance(self.source, NativeSource):
+        folder = self._native_folder(binding)
+        if folder is None:
             return False
-        stored = self.source.folder.info(binding.native).dtype
+        stored = folder.info(binding.native).dtype
         if any(self._wanted[name][0] != stored for name in binding.released):
             return False
-        return stored not in QUANTIZED or bool(self.origin and self.origin.folder.path == self.source.folder.path)
+        return stored not in QUANTIZED or bool(self.origin and self.origin.folder.path == folder.path)
 
     def _copy_native(self, binding: Binding) -> Iterator[Unit]:
-        assert isinstance(self.source, NativeSource)
-        folder = self.source.folder
+        folder = self._native_folder(binding)
+        assert folder
         info = folder.info(binding.native)
         size = info.num_bytes // len(binding.released)
         for i, name in enumerate(binding.released):
-            yield from copy_range_units(folder, binding.native, i * size, (i + 1) * size, name)
+            yield from copy_range_units(folder, binding.native, i * size, (i + 1) * size, name, finite=self.finite)
             if info.dtype in QUANTIZED:
-                yield from copy_units(folder, scale_name(name), scale_name(name))
+                yield from copy_units(folder, scale_name(name), scale_name(name), finite=self.finite)
 
     def _carried_form(self, name: str) -> Format | None:
         """The codec of a carried-through tensor as it is stored now."""
@@ -318,9 +328,7 @@ class ExportPlan:
         if self._is_carried_scale(name):
             return  # comes with its weight, if at all
         info, form, target = self.origin.folder.info(name), self._carried_form(name), self._carried_target(name)
-        shape = info.shape
-        if form is not None and form.element == "e2m1":
-            shape = (shape[0], shape[1] * 2)
+        shape = info.shape if form is None else logical_shape(info.shape, form)
         if target == info.dtype and form is not None:
             scale = self.origin.folder.info(scale_name(name))
             yield TensorSpec(name, info.dtype, info.shape)
@@ -335,19 +343,21 @@ class ExportPlan:
             return
         info, form, target = folder.info(name), self._carried_form(name), self._carried_target(name)
         if target == info.dtype:
-            yield from copy_units(folder, name, name)
+            yield from copy_units(folder, name, name, finite=self.finite)
             if form is not None:
-                yield from copy_units(folder, scale_name(name), scale_name(name))
+                yield from copy_units(folder, scale_name(name), scale_name(name), finite=self.finite)
             return
         storage = self._carried_storage.get(name, Storage.PLAIN)
+        shape = info.shape if form is None else logical_shape(info.shape, form)
+        stored = StoredReader(folder, self.finite)
         plain = "F32" if info.dtype == "F32" or target == "F32" else "BF16"
 
         def unit(rows: slice) -> Unit:
             def run(writer: ShardWriter) -> None:
-                values = read_stored(folder, name, storage, plain, range(rows.start, rows.stop))
-                self._write(writer, name, storage, rows.start, values)
+                region = (range(rows.start, rows.stop), *whole(shape[1:]))
+                self._write(writer, name, storage, rows.start, stored.read(name, storage, plain, region))
 
-            return Unit(num_elements(info.shape, rows) * 2, run)
+            return Unit(num_elements(info.shape, rows) * 2, run, name)
 
         yield from (unit(rows) for rows in row_pieces(info.shape, stacked=False))
 

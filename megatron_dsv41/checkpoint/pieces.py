@@ -6,13 +6,13 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from megatron_dsv41.checkpoint.finite import require_finite
 from megatron_dsv41.checkpoint.jobs import Unit
 from megatron_dsv41.checkpoint.mapping import Binding
+from megatron_dsv41.checkpoint.native_record import NATIVE
 from megatron_dsv41.checkpoint.safetensors_io import (
     INDEX,
     SafetensorsFolder,
@@ -21,7 +21,7 @@ from megatron_dsv41.checkpoint.safetensors_io import (
     index_text,
     write_file,
 )
-from megatron_dsv41.checkpoint.sources import NATIVE
+from megatron_dsv41.checkpoint.storage import TORCH_DTYPES
 from megatron_dsv41.config import DSV41Config
 
 GIB = 2**30
@@ -29,6 +29,8 @@ PIECE_BYTES = 32 * 2**20  # one copy
 PIECE_ELEMENTS = 4 * 2**20  # one decode or encode, where rows can be cut this fine
 ROW_ALIGNMENT = 32  # pieces of a matrix start at a row of scales
 WORKING_BYTES = 24  # per element of a piece: stored, decoded, stacked or joined, compared (float32 at worst)
+WEIGHTS = (".safetensors", ".distcp")
+DISTRIBUTED = ("common.pt", "metadata.json")  # beside the parts of a distributed checkpoint
 FIXED_BYTES = GIB  # interpreter, torch, names and places of 96,085 tensors
 
 
@@ -40,16 +42,20 @@ class Effort:
     workers: int = 0  # 0: one per CPU, at most 8
     progress: bool = False
 
-    def threads(self, largest_piece: int) -> int:
-        """Threads whose pieces (elements) fit at the same time; ValueError when not even one does."""
-        fit = (self.max_memory - FIXED_BYTES) // max(largest_piece * WORKING_BYTES, PIECE_BYTES)
+    def threads(self, largest_piece: int, processes: int = 1) -> int:
+        """Threads of each of `processes` whose pieces (elements) fit into memory at the same time.
+
+        ValueError when not even one does.
+        """
+        piece = max(largest_piece * WORKING_BYTES, PIECE_BYTES)
+        fit = (self.max_memory // processes - FIXED_BYTES) // piece
         if fit < 1:
-            need = FIXED_BYTES + max(largest_piece * WORKING_BYTES, PIECE_BYTES)
+            need = processes * (FIXED_BYTES + piece)
             raise ValueError(
-                f"max_memory is {self.max_memory / GIB:.2f} GiB, the largest piece of this checkpoint needs "
-                f"{need / GIB:.2f} GiB"
+                f"max_memory is {self.max_memory / GIB:.2f} GiB, {processes} processes with the largest piece of this "
+                f"checkpoint each need {need / GIB:.2f} GiB: raise --max-memory or start fewer processes on a machine"
             )
-        return int(min(self.workers or min(8, os.cpu_count() or 1), fit))
+        return int(min(self.workers or max(1, min(8, os.cpu_count() or 1) // processes), fit))
 
 
 def row_pieces(shape: tuple[int, ...], *, stacked: bool) -> Iterator[slice]:
@@ -72,44 +78,53 @@ def num_elements(shape: tuple[int, ...], rows: slice) -> int:
     return (rows.stop - rows.start) * math.prod(shape[1:])
 
 
-def copy_units(folder: SafetensorsFolder, name: str, target: str, target_start: int = 0) -> Iterator[Unit]:
+def copy_units(
+    folder: SafetensorsFolder, name: str, target: str, target_start: int = 0, *, finite: bool = True
+) -> Iterator[Unit]:
     """Copy the bytes of a stored tensor to byte `target_start` of the tensor `target`."""
-    return copy_range_units(folder, name, 0, folder.info(name).num_bytes, target, target_start)
+    return copy_range_units(folder, name, 0, folder.info(name).num_bytes, target, target_start, finite=finite)
 
 
 def copy_range_units(
-    folder: SafetensorsFolder, name: str, begin: int, end: int, target: str, target_start: int = 0
+    folder: SafetensorsFolder,
+    name: str,
+    begin: int,
+    end: int,
+    target: str,
+    target_start: int = 0,
+    *,
+    finite: bool = True,
 ) -> Iterator[Unit]:
-    """Copy bytes [begin, end) of a stored tensor to byte `target_start` of the tensor `target`."""
+    """Copy bytes [begin, end) of a stored tensor to byte `target_start` of the tensor `target`.
+
+    finite: NaN and infinity are a ValueError naming file and tensor.
+    """
     info = folder.info(name)
 
     def unit(start: int, count: int) -> Unit:
         def run(writer: ShardWriter) -> None:
-            writer.write_bytes(target, target_start + start - begin, folder.read_bytes(info, start, count))
+            data = folder.read_bytes(info, start, count)
+            if finite:
+                require_finite(data.view(TORCH_DTYPES[info.dtype]), folder.path / info.file, name)
+            writer.write_bytes(target, target_start + start - begin, data)
 
-        return Unit(count, run)
+        return Unit(count, run, target)
 
     for start in range(begin, end, PIECE_BYTES):
         yield unit(start, min(PIECE_BYTES, end - start))
 
 
-def fingerprint(folder: SafetensorsFolder) -> Any:
-    """A JSON value that changes when the files of a folder do."""
-    files = [(file, (folder.path / file).stat()) for file in sorted(folder.headers)]
-    return [str(folder.path.resolve()), [[file, stat.st_size, stat.st_mtime_ns] for file, stat in files]]
-
-
 def copy_side_files(source: Path, work: Path) -> None:
     """Tokenizer, code and whatever else lies beside the weights travels along, but for weights and hidden files."""
-    own = {INDEX, NATIVE, "config.json"}
+    own = {INDEX, NATIVE, "config.json", *DISTRIBUTED}
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         if any(part.startswith(".") for part in relative.parts) or not path.is_file():
             continue
-        if path.suffix == ".safetensors" or str(relative) in own:
+        if path.suffix in WEIGHTS or str(relative) in own:
             continue
         (work / relative).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, work / relative)
+        write_file(work / relative, path.read_bytes())
 
 
 def write_config(work: Path, config: DSV41Config, original: Path | None) -> None:

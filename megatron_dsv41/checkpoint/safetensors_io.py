@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from megatron_dsv41.checkpoint.regions import ReadInto, read_region
 from megatron_dsv41.checkpoint.storage import DTYPE_NAMES, TORCH_DTYPES, num_bytes
 
 INDEX = "model.safetensors.index.json"
@@ -41,11 +42,6 @@ class TensorInfo:
     def num_bytes(self) -> int:
         """Stored size."""
         return num_bytes(self.dtype, self.shape)
-
-    @property
-    def row_bytes(self) -> int:
-        """Size of one row of the first axis."""
-        return num_bytes(self.dtype, self.shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,14 +149,17 @@ class Shard:
 class SafetensorsFolder:
     """A checkpoint folder: one `model.safetensors`, or shards listed by the index, which is the authority.
 
+    single: another name of the one file, which then has no index.
+
     With `partial`, shards that are not there are allowed (`missing_files`, `missing_names` say what lacks);
     otherwise they are a ValueError. Reads are thread-safe and load only the rows asked; files stay open between them.
     """
 
-    def __init__(self, path: str | Path, *, partial: bool = False):
+    def __init__(self, path: str | Path, *, partial: bool = False, single: str = SINGLE):
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is not a checkpoint folder: no such directory")
+        self.bytes_read = 0  # of tensors, so far; approximate where several threads read
         self._files: dict[str, int] = {}
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._files)
@@ -168,20 +167,25 @@ class SafetensorsFolder:
         self.headers: dict[str, Header] = {}
         self.missing_files: tuple[str, ...] = ()
         self.missing_names: frozenset[str] = frozenset()
-        if (self.path / INDEX).exists():
+        if single == SINGLE and (self.path / INDEX).exists():
             self._read_index()
-        elif (self.path / SINGLE).exists():
-            self.headers[SINGLE] = read_header(self.path / SINGLE)
+        elif (self.path / single).exists():
+            self.headers[single] = read_header(self.path / single)
         else:
-            shards = sorted(p.name for p in self.path.glob("*.safetensors"))
-            found = f"it has {', '.join(shards[:3])} but no index" if shards else "no safetensors files there"
-            raise ValueError(f"{self.path} has neither {INDEX} nor {SINGLE}: {found}")
+            raise ValueError(f"{self.path} has neither {INDEX} nor {single}: {self._found_instead()}")
         self.tensors = {info.name: info for header in self.headers.values() for info in header.tensors}
         if self.missing_files and not partial:
             raise ValueError(
                 f"{self.path}: {len(self.missing_files)} shards named by the index are missing: "
                 f"{', '.join(self.missing_files[:10])} ({len(self.missing_names)} tensors)"
             )
+
+    def _found_instead(self) -> str:
+        pointer = self.path / "weights_from"
+        if pointer.is_file():
+            return f"its weights lie in {self.path.parent / pointer.read_text().strip()}, name that folder"
+        shards = sorted(p.name for p in self.path.glob("*.safetensors"))
+        return f"it has {', '.join(shards[:3])} but no index" if shards else "no safetensors files there"
 
     def _read_index(self) -> None:
         self.index_text = (self.path / INDEX).read_text()
@@ -235,25 +239,28 @@ class SafetensorsFolder:
             for file, header in self.headers.items()
         )
 
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        """A tensor, or consecutive rows of its first axis. The result owns its memory."""
+    def fingerprint(self) -> Any:
+        """A JSON value that changes when the files of the folder do."""
+        files = [(file, (self.path / file).stat()) for file in sorted(self.headers)]
+        return [str(self.path.resolve()), [[file, stat.st_size, stat.st_mtime_ns] for file, stat in files]]
+
+    def read(self, name: str, *region: range) -> Tensor:
+        """A tensor, or consecutive parts of its first axes. The result owns its memory."""
         info = self.info(name)
-        shape = info.shape if rows is None else (len(rows), *info.shape[1:])
-        start = 0 if rows is None else rows.start * info.row_bytes
-        data = self.read_bytes(info, start, num_bytes(info.dtype, shape))
-        return data.view(TORCH_DTYPES[info.dtype]).reshape(shape)
+        box = (*region, *(range(size) for size in info.shape[len(region) :]))
+        return read_region(self._reader(info), info.shape, TORCH_DTYPES[info.dtype], box)
 
     def read_bytes(self, info: TensorInfo, start: int, count: int) -> Tensor:
         """`count` bytes of a tensor from its byte `start`, uint8 [count]."""
-        data = torch.empty(count, dtype=torch.uint8)
-        view, done = memoryview(data.numpy()), 0
-        file = self._open(info.file)
-        while done < count:
-            got = os.preadv(file, [view[done:]], info.offset + start + done)
-            if got == 0:
-                raise ValueError(f"{self.path / info.file}: truncated inside tensor {info.name}")
-            done += got
-        return data
+        return read_region(self._reader(info), (info.num_bytes,), torch.uint8, (range(start, start + count),))
+
+    def _reader(self, info: TensorInfo) -> ReadInto:
+        file, path = self._open(info.file), self.path / info.file
+
+        def read(buffer: memoryview, start: int) -> None:
+            self.bytes_read += read_at(file, buffer, info.offset + start, f"{path}: truncated inside {info.name}")
+
+        return read
 
     def _open(self, file: str) -> int:
         with self._lock:
@@ -331,8 +338,9 @@ class ShardWriter:
         """The tensor as it was announced."""
         return self._places[name][2]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._places
+    def file_of(self, target: str) -> str:
+        """File of a tensor; a name that is no announced tensor is a file of its own."""
+        return self._places[target][0] if target in self._places else target
 
     def write_rows(self, name: str, first_row: int, rows: Tensor) -> None:
         """Write whole rows of the first axis (or, from row 0, a whole tensor of any rank)."""
@@ -382,6 +390,17 @@ class ShardWriter:
             for descriptor in self._files.values():
                 os.close(descriptor)
             self._files.clear()
+
+
+def read_at(descriptor: int, buffer: memoryview, offset: int, truncated: str) -> int:
+    """Fill the buffer from a file offset and return its size; ValueError `truncated` where the file ends before."""
+    done = 0
+    while done < len(buffer):
+        got = os.preadv(descriptor, [buffer[done:]], offset + done)
+        if got == 0:
+            raise ValueError(truncated)
+        done += got
+    return done
 
 
 def write_at(descriptor: int, data: memoryview, offset: int, path: Path) -> None:

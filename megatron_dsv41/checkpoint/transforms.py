@@ -6,11 +6,14 @@ either way, and copy quantized bytes without touching them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from megatron_dsv41.checkpoint.regions import Region
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,20 +31,26 @@ class Transform:
         """Shape of the native tensor made of parts of one shape."""
         return (*self.lead, *part_shape)
 
-    def to_native(self, parts: Sequence[Tensor]) -> Tensor:
-        """Parts in order -> native tensor; the first axis may be shorter than `lead[0]` (a slice of the parts)."""
+    def to_native(self, parts: Sequence[Tensor], lead: Sequence[int] | None = None) -> Tensor:
+        """Parts in order -> native tensor. lead: sizes of the leading axes where only some parts are given (default:
+        some of the first axis, all of the others).
+        """
         if not self.lead:
             return parts[0]
-        return torch.stack(list(parts)).reshape(-1, *self.lead[1:], *parts[0].shape)
+        return torch.stack(list(parts)).reshape(*(lead or (-1, *self.lead[1:])), *parts[0].shape)
 
     def to_released(self, native: Tensor) -> list[Tensor]:
-        """The inverse: the parts of a native tensor, or of a slice of its first axis, in order."""
+        """The inverse: the parts of a native tensor, or of some of its leading axes, in order."""
         return [native] if not self.lead else list(native.flatten(0, len(self.lead) - 1).unbind(0))
 
-    def parts_of_rows(self, rows: range) -> range:
-        """The parts that hold rows of the native tensor's first axis, where that axis counts parts."""
-        each = math.prod(self.lead[1:])
-        return range(rows.start * each, rows.stop * each)
+    def parts_of(self, lead: Region) -> list[int]:
+        """The parts in a region of the leading axes, in order."""
+        strides = [math.prod(self.lead[axis + 1 :]) for axis in range(len(self.lead))]
+        return [sum(i * s for i, s in zip(index, strides, strict=True)) for index in itertools.product(*lead)]
+
+    def singles(self, lead: Region) -> list[Region]:
+        """Those parts one by one, as regions of the leading axes."""
+        return [tuple(range(i, i + 1) for i in index) for index in itertools.product(*lead)]
 
 
 def same() -> Transform:

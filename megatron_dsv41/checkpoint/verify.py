@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megatron_dsv41.checkpoint.inventory import LISTED, Problem, check_native, check_released
 from megatron_dsv41.checkpoint.mapping import bind, is_carried
+from megatron_dsv41.checkpoint.native_record import is_native
 from megatron_dsv41.checkpoint.pieces import PIECE_BYTES, Effort, binding_pieces, num_elements
 from megatron_dsv41.checkpoint.safetensors_io import SafetensorsFolder, TensorInfo
-from megatron_dsv41.checkpoint.sources import NativeSource, ReleasedSource, inventory_of, is_native
+from megatron_dsv41.checkpoint.sources import NativeSource, ReleasedSource, inventory_of
 from megatron_dsv41.checkpoint.storage import TORCH_DTYPES
 from megatron_dsv41.config import DSV41Config
 

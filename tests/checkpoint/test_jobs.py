@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from megatron_dsv41.checkpoint.convert import import_checkpoint
-from megatron_dsv41.checkpoint.jobs import DONE, JOB, Job, Unit, run_job
+from megatron_dsv41.checkpoint.jobs import JOB, Job, Unit, log_name, run_job
 from megatron_dsv41.checkpoint.safetensors_io import SINGLE, Shard, ShardWriter, TensorSpec
 from megatron_dsv41.testing.released import folder_bytes, import_slowly
 
@@ -46,6 +46,7 @@ def writing_units(ran: list[int], fail_at: int = -1, error: type[Exception] = OS
 @pytest.fixture
 def sync_always(monkeypatch):
     monkeypatch.setattr("megatron_dsv41.checkpoint.jobs.SYNC_SECONDS", 0.0)
+    monkeypatch.setattr("megatron_dsv41.checkpoint.jobs.BATCH_UNITS", 1)
 
 
 def test_interrupted_job_continues_where_it_stopped(tmp_path, sync_always):
@@ -53,10 +54,10 @@ def test_interrupted_job_continues_where_it_stopped(tmp_path, sync_always):
     with pytest.raises(OSError, match="stopped"):
         run_job(make_job(tmp_path / "out", writing_units(first, fail_at=5)), workers=1, progress=False)
     assert not (tmp_path / "out").exists()
-    noted = (tmp_path / "out.incomplete" / DONE).read_text().split()
+    noted = (tmp_path / "out.incomplete" / log_name(0)).read_text().split()
     second: list[int] = []
     run_job(make_job(tmp_path / "out", writing_units(second)), workers=1, progress=False)
-    assert sorted(map(int, noted)) + second == list(range(8)) and noted
+    assert sorted(int(line.rstrip(".")) for line in noted) + second == list(range(8)) and noted
     assert (tmp_path / "out" / SINGLE).read_bytes()[-8:] == bytes(range(8))
     assert [p.name for p in (tmp_path / "out").iterdir()] == [SINGLE]
     assert not (tmp_path / "out.incomplete").exists()
@@ -65,8 +66,8 @@ def test_interrupted_job_continues_where_it_stopped(tmp_path, sync_always):
 def test_line_cut_off_in_the_log_is_not_believed(tmp_path, sync_always):
     with pytest.raises(OSError, match="stopped"):
         run_job(make_job(tmp_path / "out", writing_units([], fail_at=5)), workers=1, progress=False)
-    log = tmp_path / "out.incomplete" / DONE
-    log.write_text("0\n1\n7")
+    log = tmp_path / "out.incomplete" / log_name(0)
+    log.write_text("0.\n1.\n7")
     again: list[int] = []
     run_job(make_job(tmp_path / "out", writing_units(again)), workers=1, progress=False)
     assert again == [2, 3, 4, 5, 6, 7]

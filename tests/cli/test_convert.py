@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dsv41.checkpoint.sources import NativeRecord
+from megatron_dsv41.checkpoint.native_record import NativeRecord
 from megatron_dsv41.cli import main
 from megatron_dsv41.cli.convert import parse_size
 from megatron_dsv41.testing.released import folder_bytes

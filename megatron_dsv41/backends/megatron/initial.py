@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from megatron_dsv41.backends.megatron.state_dict import local_part
-from megatron_dsv41.checkpoint.sources import NativeSource, ReleasedSource, StateSource, is_native
+from megatron_dsv41.backends.megatron.state_dict import local_cut
+from megatron_dsv41.checkpoint.convert import open_source
+from megatron_dsv41.checkpoint.pieces import row_pieces
+from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.config import DSV41Config
 
 
@@ -17,13 +19,21 @@ def open_weights(path: str | Path, config: DSV41Config) -> StateSource:
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"train.init_from {path} is not a folder with a checkpoint")
-    return NativeSource(path) if is_native(path) else ReleasedSource(path, config)
+    return open_source(path, config)
 
 
 @torch.no_grad()
 def load_weights(stages: list[Any], source: StateSource) -> list[Any]:
-    """Copy this rank's part of every tensor into the stages (DSV41Model) and return them; one tensor at a time."""
+    """Copy this rank's part of every tensor into the stages (DSV41Model) and return them; no more is read."""
     for stage in stages:
         for name, target in stage.state_dict(keep_vars=True).items():
-            target.copy_(local_part(source.read(name), target, stage.layout))
+            _fill(target, source, name, local_cut(source.shape(name), target, stage.layout))
     return stages
+
+
+def _fill(target: torch.Tensor, source: StateSource, name: str, cut: tuple[slice, ...]) -> None:
+    """Copy a part of a tensor, some rows at a time: an Engram table may be as large as the memory of a host."""
+    first = cut[0].start
+    for rows in row_pieces(target.shape, stacked=target.dim() > 2):
+        part = source.read(name, slice(first + rows.start, first + rows.stop), *cut[1:])
+        target[rows].copy_(part)

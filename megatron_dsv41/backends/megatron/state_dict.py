@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from megatron_dsv41.backends.megatron.layout import Layout, cuts_of
+from megatron_dsv41.backends.megatron.layout import Axis, Layout, cuts_of
 
 
 def sharded_model(module: nn.Module, prefix: str, groups: ProcessGroupCollection, layout: Layout) -> dict[str, Any]:
@@ -34,8 +35,16 @@ def is_expert(tensor: Tensor) -> bool:
     return not getattr(tensor, "allreduce", True)
 
 
+def local_cut(shape: Sequence[int], like: Tensor, layout: Layout) -> tuple[slice, ...]:
+    """Where this rank's part lies in a whole tensor of `shape` whose parameter here is `like`."""
+    parts = [slice(0, size) for size in shape]
+    for cut in cuts_of(like):
+        axis: Axis = getattr(layout, cut.axis)
+        size = axis.share(shape[cut.dim])
+        parts[cut.dim] = slice(axis.rank * size, (axis.rank + 1) * size)
+    return tuple(parts)
+
+
 def local_part(tensor: Tensor, like: Tensor, layout: Layout) -> Tensor:
     """This rank's part of a whole tensor whose parameter is `like`."""
-    for cut in cuts_of(like):
-        tensor = getattr(layout, cut.axis).slice(tensor, cut.dim)
-    return tensor
+    return tensor[local_cut(tensor.shape, like, layout)]

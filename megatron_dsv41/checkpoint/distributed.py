@@ -1,0 +1,176 @@
+"""Distributed checkpoints in torch's format (Megatron's torch_dist), read and written without Megatron.
+
+Of a stored chunk only the asked region is read, however large the chunk: memory does not grow with a rank's share.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from megatron_dsv41.checkpoint.mapping import bind
+from megatron_dsv41.checkpoint.native_record import NativeRecord
+from megatron_dsv41.checkpoint.regions import Region, intersection, read_region, region_of, shape_of, shifted, slices_of
+from megatron_dsv41.checkpoint.safetensors_io import read_at
+from megatron_dsv41.checkpoint.storage import DTYPE_NAMES
+from megatron_dsv41.config import DSV41Config
+
+METADATA = ".metadata"
+
+
+def is_distributed(path: Path | str) -> bool:
+    """Whether a folder holds a distributed checkpoint."""
+    return (Path(path) / METADATA).is_file()
+
+
+class DistributedTensors:
+    """The tensors of one distributed checkpoint; a `StateSource` of those named. Files stay open between reads.
+
+    ValueError where one of them is missing, or a file that the checkpoint lists is missing or too short.
+    """
+
+    def __init__(self, path: Path | str, names: Sequence[str]):
+        self.path = Path(path)
+        self.bytes_read = 0  # of tensors, so far; approximate where several threads read
+        lost = lost_files(self.path)
+        if lost:
+            raise ValueError(f"{self.path} is damaged: {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
+        self._metadata = FileSystemReader(self.path).read_metadata()
+        stored = self._metadata.state_dict_metadata
+        missing = [name for name in names if not isinstance(stored.get(name), TensorStorageMetadata)]
+        if missing:
+            raise ValueError(f"{self.path} lacks {len(missing)} tensors of the model, such as {missing[0]}")
+        self._names = list(names)
+        self._stored: dict[str, Any] = {name: stored[name] for name in names}
+        self._lock = threading.Lock()
+        self._files: dict[str, int] = {}
+        weakref.finalize(self, _close_all, self._files)
+
+    def names(self) -> Sequence[str]:
+        """The names asked for."""
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Global shape."""
+        return tuple(self._stored[name].size)
+
+    def dtype(self, name: str) -> str:
+        """Dtype that `read` returns, by its safetensors name."""
+        return DTYPE_NAMES[self._stored[name].properties.dtype]
+
+    def identity(self) -> Any:
+        """Place, sizes and times of the files."""
+        files = [(p.name, p.stat()) for p in sorted(self.path.glob("*.distcp"))]
+        return [str(self.path.resolve()), [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files]]
+
+    def read(self, name: str, *cut: slice) -> Tensor:
+        """A tensor, or a region of it, from whatever chunks hold it."""
+        stored, region = self._stored[name], region_of(self.shape(name), cut)
+        result = torch.empty(shape_of(region), dtype=stored.properties.dtype)
+        missing = result.numel()
+        for i, chunk in enumerate(stored.chunks):
+            box = tuple(range(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            common = intersection(region, box) if missing else None
+            if common is None:
+                continue
+            part = self._read_chunk(MetadataIndex(name, chunk.offsets, i), name, shifted(common, chunk.offsets))
+            if part.shape == result.shape:
+                return part
+            result[slices_of(shifted(common, [axis.start for axis in region]))] = part
+            missing -= part.numel()
+        if missing:
+            raise ValueError(f"{self.path}: {name} lacks {missing} of the elements asked for")
+        return result
+
+    def _read_chunk(self, index: MetadataIndex, name: str, region: Region) -> Tensor:
+        place = self._metadata.storage_data[index]
+        file = self._open(place.relative_path)
+        with FakeTensorMode(), _View(file, place.offset, place.length) as view:
+            header = torch.load(cast(IO[bytes], view), weights_only=True)  # shape, strides and place; no data
+        if not header.is_contiguous():
+            with _View(file, place.offset, place.length) as view:
+                self.bytes_read += place.length
+                return torch.load(cast(IO[bytes], view), weights_only=True)[slices_of(region)].contiguous()
+        start = place.offset + header.untyped_storage()._checkpoint_offset + header.storage_offset() * header.itemsize
+
+        def read(buffer: memoryview, offset: int) -> None:
+            message = f"{self.path / place.relative_path}: truncated inside {name}"
+            self.bytes_read += read_at(file, buffer, start + offset, message)
+
+        return read_region(read, header.shape, header.dtype, region)
+
+    def _open(self, file: str) -> int:
+        with self._lock:
+            if file not in self._files:
+                self._files[file] = os.open(self.path / file, os.O_RDONLY)
+            return self._files[file]
+
+
+class DistributedSource(DistributedTensors):
+    """A native folder whose tensors lie in a distributed checkpoint (`import_checkpoint` with a layout)."""
+
+    def __init__(self, path: Path | str):
+        self.config = DSV41Config.load(path)
+        self.record = NativeRecord.load(Path(path))
+        bindings = bind(self.config)
+        super().__init__(path, [binding.native for binding in bindings])
+        wrong = [b for b in bindings if self.shape(b.native) != b.shape]
+        if wrong:
+            name, shape = wrong[0].native, list(wrong[0].shape)
+            raise ValueError(f"{path}: {name} is {list(self.shape(name))}, the config says {shape}")
+
+
+def lost_files(path: Path | str) -> list[str]:
+    """Files that a distributed checkpoint needs and that are missing or too short, with what is wrong."""
+    path, ends = Path(path), dict[str, int]()
+    for place in FileSystemReader(path).read_metadata().storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    problems: list[str] = []
+    for file, end in sorted(ends.items()):
+        size = (path / file).stat().st_size if (path / file).is_file() else None
+        if size is None:
+            problems.append(f"{file} is missing")
+        elif size < end:
+            problems.append(f"{file} has {size} bytes of {end}")
+    return problems
+
+
+class _View(io.RawIOBase):
+    """Bytes [offset, offset + length) of an open file as a file of its own, with a position of its own."""
+
+    def __init__(self, descriptor: int, offset: int, length: int):
+        super().__init__()
+        self._descriptor, self._offset, self._length, self._position = descriptor, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._length - self._position))
+        got = os.preadv(self._descriptor, [memoryview(buffer)[:count]], self._offset + self._position)
+        self._position += got
+        return got
+
+
+def _close_all(files: dict[str, int]) -> None:
+    for descriptor in files.values():
+        os.close(descriptor)
