@@ -17,12 +17,17 @@ class Phase:
     yarn: bool = True  # frequency scaling in compressed layers, SPEC 8.2
     index_loss: Literal["off", "dense", "sparse"] = "off"  # indexer objective, SPEC 9
     index_loss_weight: float = 1.0
+    index_loss_ramp: int = 0  # steps from the phase's start over which the weight rises linearly to its value
     balance_loss_weight: float = 1e-4  # sequence-wise balance loss, SPEC 11.2
     router_bias_speed: float = 1e-3  # aux-free bias step per optimizer step, SPEC 11.2
 
     def __post_init__(self) -> None:
         if self.index_loss not in ("off", "dense", "sparse"):
             raise ValueError(f"phase.index_loss must be off, dense or sparse, got {self.index_loss!r}")
-        for key in ("index_loss_weight", "balance_loss_weight", "router_bias_speed"):
+        for key in ("index_loss_weight", "index_loss_ramp", "balance_loss_weight", "router_bias_speed"):
             if getattr(self, key) < 0:
                 raise ValueError(f"phase.{key} must not be negative, got {getattr(self, key)}")
+
+    def index_scale(self, step: int) -> float:
+        """Factor of `index_loss_weight` in the phase's step number `step`, counted from 1."""
+        return min(1.0, step / self.index_loss_ramp) if self.index_loss_ramp else 1.0

@@ -192,10 +192,13 @@ class Logging:
     name: str | None = None
     tags: tuple[str, ...] = ()
     megatron: bool = False  # also print what Megatron prints
+    index_probes: int = 16  # queries per micro-batch whose selection is compared with their attention; 0: none
 
     def __post_init__(self) -> None:
         if self.interval < 1:
             raise ValueError(f"logging.interval must be positive, got {self.interval}")
+        if self.index_probes < 0:
+            raise ValueError(f"logging.index_probes must not be negative, got {self.index_probes}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

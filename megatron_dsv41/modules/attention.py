@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from megatron_dsv41.modules.indexer import Indexer
 from megatron_dsv41.modules.layout import from_flat, to_flat
 from megatron_dsv41.modules.primitives import Primitives
 from megatron_dsv41.modules.shared_state import SharedState
+from megatron_dsv41.ops.csa2.quality import QUALITY, selection_quality
 from megatron_dsv41.ops.csa2.ref import in_candidates, visible_entries
 from megatron_dsv41.ops.documents import Entries
 from megatron_dsv41.ops.registry import Ops
@@ -38,8 +40,15 @@ def layer_frequencies(config: DSV41Config, ratio: int, yarn: bool) -> Tensor:
     )
 
 
+class IndexReport(NamedTuple):
+    """Of one layer's indexer: its weighted loss fp32 [], and `selection_quality` of the probed rows fp32 [5]."""
+
+    loss: Tensor
+    quality: Tensor
+
+
 class Attention(nn.Module):
-    """Attention site of one layer. x [s, b, d] and the shared state in; y [s, b, d], state and index loss out."""
+    """Attention site of one layer. x [s, b, d] and the shared state in; y [s, b, d], state and index report out."""
 
     frequencies: Tensor
 
@@ -64,7 +73,7 @@ class Attention(nn.Module):
         # Not a parameter and not in checkpoints: it follows from the config.
         self.register_buffer("frequencies", layer_frequencies(config, plan.ratio, phase.yarn), persistent=False)
 
-    def forward(self, x_SBD: Tensor, state: SharedState, batch: Batch) -> tuple[Tensor, SharedState, Tensor]:
+    def forward(self, x_SBD: Tensor, state: SharedState, batch: Batch) -> tuple[Tensor, SharedState, IndexReport]:
         """See class. The state comes back with whatever this layer produces; nothing is modified in place."""
         x_SBD = self.primitives.enter_site(x_SBD)
         x_TD = to_flat(x_SBD)
@@ -83,10 +92,13 @@ class Attention(nn.Module):
             index_queries = self.indexer.queries(x_TD, q_latent_TR, turn_T)
             state = self._select(index_queries, state, batch.entries[self.plan.ratio])
 
-        out_THD, index_loss = self._attend(q_THD, window_kv_TD, index_queries, state, batch)
+        window = self.config.sliding_window
+        window_kv_JD = self.primitives.left_halo(self.primitives.fan_out(window_kv_TD), window - 1)
+        out_THD, index_loss = self._attend(q_THD, window_kv_JD, index_queries, state, batch)
+        state, quality = self._measure(q_THD, window_kv_JD, state, batch)
         out_THD = self.ops["rope.rotate"](out_THD, *turn_T, inverse=True)
         y_SBD = self.wo_b(from_flat(self.wo_a(out_THD.flatten(1)), x_SBD.shape[1]))
-        return self.primitives.leave_site(y_SBD), state, index_loss
+        return self.primitives.leave_site(y_SBD), state, IndexReport(index_loss, quality)
 
     def _compress(self, x_TD: Tensor, batch: Batch) -> SharedState:
         """A fresh state: what an earlier source left is dead from here on."""
@@ -121,7 +133,7 @@ class Attention(nn.Module):
     def _attend(
         self,
         q_THD: Tensor,
-        window_kv_TD: Tensor,
+        window_kv_JD: Tensor,
         index_queries: tuple[Tensor, Tensor] | None,
         state: SharedState,
         batch: Batch,
@@ -129,7 +141,6 @@ class Attention(nn.Module):
         window_start_T = batch.decoder_window_start_T if self.plan.in_decoder else batch.window_start_T
         compressed_kv = state.need("compressed_kv") if self.plan.ratio else None
         window = self.config.sliding_window
-        window_kv_JD = self.primitives.left_halo(self.primitives.fan_out(window_kv_TD), window - 1)
         offset = window_kv_JD.shape[0] - q_THD.shape[0]
         where = (self.attn_sink, window_start_T, offset, self.config.head_dim**-0.5)
         teaches = index_queries is not None and self.indexer.trained
@@ -164,7 +175,38 @@ class Attention(nn.Module):
             *index_queries, state.need("index_keys"), slots, self.primitives.sum_heads(teacher)
         )
         # A sequence shard contributes its part of the mean over all tokens.
-        return attended, divergence_T.sum() / batch.total_tokens * self.phase.index_loss_weight
+        return attended, divergence_T.sum() / batch.total_tokens * (self.phase.index_loss_weight * batch.index_scale)
+
+    def _measure(
+        self, q_THD: Tensor, window_kv_JD: Tensor, state: SharedState, batch: Batch
+    ) -> tuple[SharedState, Tensor]:
+        """`selection_quality` of the probed rows, [P, C] at a time; zeros where nothing is selected or probed."""
+        rows_P = batch.probe_P
+        if rows_P is None or not self.plan.owns_selection:
+            return state, q_THD.new_zeros(len(QUALITY), dtype=torch.float32)
+        entries = batch.entries[self.plan.ratio]
+        probed = dataclasses.replace(
+            entries, first_T=entries.first_T[rows_P], num_visible_T=entries.num_visible_T[rows_P]
+        )
+        visible_PC = visible_entries(probed)
+        start_T = batch.decoder_window_start_T if self.plan.in_decoder else batch.window_start_T
+        offset = window_kv_JD.shape[0] - q_THD.shape[0]
+        teacher_PC = self.ops["csa2.dense_teacher"](
+            q_THD.detach()[rows_P],
+            window_kv_JD.detach(),
+            state.need("compressed_kv").detach(),
+            visible_PC,
+            self.attn_sink.detach(),
+            start_T[rows_P],
+            rows_P - torch.arange(rows_P.shape[0], device=rows_P.device) + offset,
+            self.config.head_dim**-0.5,
+            window=self.config.sliding_window,
+        )
+        topk_PK = state.need("topk_indices")[rows_P]
+        # A KV source starts anew: what was selected before it are other entries.
+        before_PK = None if self.plan.owns_kv else state.probed_topk
+        quality = selection_quality(self.primitives.sum_heads(teacher_PC), visible_PC, topk_PK, before_PK)
+        return dataclasses.replace(state, probed_topk=topk_PK), quality
 
     def _allowed(self, state: SharedState, entries: Entries) -> Tensor:
         """Entries that this layer's indexer may choose from, bool [T, C]."""

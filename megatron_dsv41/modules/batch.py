@@ -21,6 +21,8 @@ class Batch:
     window_start_T int64: oldest window row of each token, counting the halo of earlier tokens that a shard receives.
     decoder_window_start_T: the same in decoder layers, where a replay boundary may cut the window (SPEC 16).
     total_tokens: tokens of the micro-batch over all sequence shards.
+    index_scale: factor of the index loss in this step, on top of the phase's weight.
+    probe_P int64: rows on which selections are measured; None: none are.
     """
 
     documents: Documents
@@ -31,3 +33,5 @@ class Batch:
     gate_open_T: Tensor
     window_start_T: Tensor
     decoder_window_start_T: Tensor
+    index_scale: float = 1.0
+    probe_P: Tensor | None = None

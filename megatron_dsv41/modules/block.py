@@ -21,11 +21,16 @@ from megatron_dsv41.phase import Phase
 
 
 class Aux(NamedTuple):
-    """What a layer reports beside its output: losses to add (already weighted, fp32 []) and expert load fp32 [2, E]."""
+    """What a layer reports beside its output.
+
+    Losses to add (already weighted, fp32 []), expert load fp32 [2, E], and of a probed selection the sums of
+    `selection_quality` fp32 [5], else zeros.
+    """
 
     balance_loss: Tensor
     index_loss: Tensor
     expert_load: Tensor
+    index_quality: Tensor
 
     @property
     def loss(self) -> Tensor:
@@ -76,12 +81,12 @@ class Block(nn.Module):
 
         mix = self.attn_hc(streams_SBND)
         x_SBD = self.attn_norm(collapse(streams_SBND, pre_mix_SBN))
-        y_SBD, state, index_loss = self.attn(x_SBD, state, batch)
+        y_SBD, state, index = self.attn(x_SBD, state, batch)
         streams_SBND = expand(y_SBD, streams_SBND, mix.post, mix.comb)
 
         pre_mix_SBN, mix = mix.pre, self.ffn_hc(streams_SBND)
         x_SBD = self.ffn_norm(collapse(streams_SBND, pre_mix_SBN))
         y_SBD, routing = self.ffn(x_SBD, batch)
         streams_SBND = expand(y_SBD, streams_SBND, mix.post, mix.comb)
-        aux = Aux(routing.balance_loss, index_loss, routing.expert_load)
+        aux = Aux(routing.balance_loss, index.loss, routing.expert_load, index.quality)
         return streams_SBND, mix.pre, state.keep(self.live_after), aux

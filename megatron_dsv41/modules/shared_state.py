@@ -19,12 +19,14 @@ class SharedState:
     index_keys [C, Di]: rotated index keys before fake quantization; without gradient while the index loss is off.
     topk_indices int32 [T, K]: entry ids (rows of compressed_kv), ascending, -1 = none.
     candidates int32 [T, blocks]: document-local block ids, ascending, -1 = none.
+    probed_topk int32 [P, K]: the last selection at the probed rows, for the log. It does not cross pipeline cuts.
     """
 
     compressed_kv: Tensor | None = None
     index_keys: Tensor | None = None
     topk_indices: Tensor | None = None
     candidates: Tensor | None = None
+    probed_topk: Tensor | None = None
 
     def keep(self, live: frozenset[str]) -> Self:
         """The state with every field outside `live` dropped."""

@@ -17,6 +17,7 @@ from megatron_dsv41.modules.engram import EngramHash
 from megatron_dsv41.modules.hyper_connection import open_streams
 from megatron_dsv41.modules.primitives import Primitives, TorchPrimitives
 from megatron_dsv41.modules.shared_state import SharedState
+from megatron_dsv41.ops.csa2.quality import probe_rows
 from megatron_dsv41.ops.documents import Documents, documents_from_ids, shard_groups, whole_groups
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.phase import Phase
@@ -48,6 +49,9 @@ def make_batch(
     documents: Documents,
     replay_start_T: Tensor | None = None,
     shard: SequenceShard = WHOLE,
+    *,
+    index_scale: float = 1.0,
+    probes: int = 0,
 ) -> Batch:
     """Everything layers read about the micro-batch, or about one sequence shard of it.
 
@@ -55,6 +59,7 @@ def make_batch(
     the shard count divides, and shards no shorter than the window's halo.
     replay_start_T int64 [T]: flat index s of each token's replay boundary, for decoder layers: tokens at or after s see
     no window key before s. None, or a token's document start: no replay.
+    probes: on how many rows of a shard selections are measured.
     """
     window_start_T = decoder_window_start_T = documents.window_start(config.sliding_window)
     if replay_start_T is not None:
@@ -71,6 +76,8 @@ def make_batch(
         gate_open_T=documents.alive_T & ~documents.image_T,
         window_start_T=window_start_T,
         decoder_window_start_T=decoder_window_start_T,
+        index_scale=index_scale,
+        probe_P=probe_rows(documents.num_tokens // shard.count, probes, input_ids_BS.device) if probes else None,
     )
     return whole if shard.count == 1 else _shard_batch(config, whole, input_ids_BS.shape[0], shard)
 
@@ -98,6 +105,8 @@ def _shard_batch(config: DSV41Config, whole: Batch, num_rows: int, shard: Sequen
         gate_open_T=whole.gate_open_T[begin:end],
         window_start_T=whole.window_start_T[begin:end] - (begin - halo),
         decoder_window_start_T=whole.decoder_window_start_T[begin:end] - (begin - halo),
+        index_scale=whole.index_scale,
+        probe_P=whole.probe_P,
     )
 
 
@@ -133,11 +142,16 @@ class Transformer(nn.Module):
         self.head = primitives.linear("head", config.hidden_size, config.vocab_size, fp32=True)
 
     def forward(
-        self, input_ids_BS: Tensor, documents: Documents | None = None, replay_start_T: Tensor | None = None
+        self,
+        input_ids_BS: Tensor,
+        documents: Documents | None = None,
+        replay_start_T: Tensor | None = None,
+        *,
+        probes: int = 0,
     ) -> Output:
-        """Raw token ids int64 [b, s] -> Output. `documents` defaults to one document per row."""
+        """Raw token ids int64 [b, s] -> Output. `documents` defaults to one document per row; see `make_batch`."""
         documents = documents or one_document_per_row(self.config, input_ids_BS)
-        batch = make_batch(self.config, self.engram_hash, input_ids_BS, documents, replay_start_T)
+        batch = make_batch(self.config, self.engram_hash, input_ids_BS, documents, replay_start_T, probes=probes)
         embedded_SBD = self.embed(input_ids_BS).transpose(0, 1)
         streams_SBND, pre_mix_SBN = open_streams(embedded_SBD, self.config.hc_mult)
         state, entering, aux = SharedState(), [], []

@@ -28,6 +28,7 @@ from megatron_dsv41.modules.engram import EngramHash
 from megatron_dsv41.modules.hyper_connection import open_streams
 from megatron_dsv41.modules.shared_state import SharedState
 from megatron_dsv41.modules.transformer import make_batch
+from megatron_dsv41.ops.csa2.quality import QUALITY
 from megatron_dsv41.ops.documents import Documents
 from megatron_dsv41.ops.registry import Ops
 
@@ -37,11 +38,12 @@ class DSV41Model(LanguageModule):
 
     forward: token ids int64 [b, s], their documents, labels int64 [b, s], of whole sequences -> fp32 losses of this
     rank's context shard [b, s / cp] on the last stage, the packed boundary tensor on others. What training forwards
-    report adds up in `expert_load` [layers, 2, E] and `aux_loss` [layers, 2] (balance, index) until a step ends.
+    report adds up in `expert_load` [layers, 2, E] and `layer_sums` [layers, 7] (balance and index loss, and
+    `selection_quality`) until a step ends.
     """
 
     expert_load: Tensor
-    aux_loss: Tensor
+    layer_sums: Tensor
 
     def __init__(
         self,
@@ -78,17 +80,25 @@ class DSV41Model(LanguageModule):
             with _drawn_from(config.seed, 1 + model.num_hidden_layers):
                 self.norm = self.primitives.norm("norm", model.hidden_size, model.rms_norm_eps)
                 self.head = self.primitives.linear("head", model.hidden_size, model.vocab_size, fp32=True)
-        for name, shape in (("expert_load", (2, model.n_routed_experts)), ("aux_loss", (2,))):
+        for name, shape in (("expert_load", (2, model.n_routed_experts)), ("layer_sums", (2 + len(QUALITY),))):
             self.register_buffer(name, torch.zeros(len(self.stage), *shape), persistent=False)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Megatron's schedules hand over what the previous stage sent, right before each forward."""
         self.received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
-    def forward(self, input_ids_BS: Tensor, documents: Documents, labels_BS: Tensor) -> Tensor:
-        """See class."""
+    def forward(
+        self,
+        input_ids_BS: Tensor,
+        documents: Documents,
+        labels_BS: Tensor,
+        *,
+        index_scale: float = 1.0,
+        probes: int = 0,
+    ) -> Tensor:
+        """See class; `index_scale` and `probes` as in `make_batch`."""
         rows, seq = input_ids_BS.shape
-        batch = self._batch(input_ids_BS, documents)
+        batch = self._batch(input_ids_BS, documents, index_scale=index_scale, probes=probes)
         if self.pre_process:
             streams_SBND, pre_mix_SBN = self._open(self.layout.context_slice(input_ids_BS))
             state = SharedState()
@@ -108,8 +118,9 @@ class DSV41Model(LanguageModule):
         logits_SBV = self.head(self.primitives.fan_out(self.primitives.enter_site(hidden_SBD)))
         return self.primitives.token_losses(logits_SBV, self.layout.context_slice(labels_BS))
 
-    def _batch(self, input_ids_BS: Tensor, documents: Documents) -> Batch:
-        batch = make_batch(self.architecture, self.engram_hash, input_ids_BS, documents, shard=self.layout.shard)
+    def _batch(self, input_ids_BS: Tensor, documents: Documents, **step: Any) -> Batch:
+        shard = self.layout.shard
+        batch = make_batch(self.architecture, self.engram_hash, input_ids_BS, documents, shard=shard, **step)
         if not self.layout.sequence:
             return batch
         # Engram writes between sites, where a rank keeps only its tokens.
@@ -132,7 +143,8 @@ class DSV41Model(LanguageModule):
         if not (self.training and torch.is_grad_enabled()):
             return streams_SBND
         self.expert_load += aux.expert_load.detach()
-        self.aux_loss += torch.stack([aux.balance_loss, aux.index_loss], dim=1).detach()
+        losses_L2 = torch.stack([aux.balance_loss, aux.index_loss], dim=1).detach()
+        self.layer_sums += torch.cat([losses_L2, aux.index_quality], dim=1)
         loss = aux.loss.sum()
         return AuxLoss.apply(streams_SBND, loss) if loss.requires_grad else streams_SBND
 

@@ -55,9 +55,13 @@ class Reporter:
         """Time begins now: set-up does not count."""
         self.begin = self.interval_begin = time.perf_counter()
 
+    def logs(self, step: int) -> bool:
+        """Some rank reports after `step`."""
+        return step % self.run.logging.interval == 0 or step == self.run.steps
+
     def due(self, step: int) -> bool:
         """This rank reports after `step`."""
-        return self.reports and (step % self.run.logging.interval == 0 or step == self.run.steps)
+        return self.reports and self.logs(step)
 
     def step(
         self, step: int, loss: torch.Tensor | None, grad_norm: float | None, lr: float, more: Mapping[str, Any]

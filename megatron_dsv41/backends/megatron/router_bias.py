@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,19 +19,19 @@ def update_router_biases(
     """Sum each layer's load over the micro-batches of the step and over `data_group`, move its biases, forget the load.
 
     b_e += speed * sign(mean load - load_e), text and image apart; a modality without tokens moves nothing.
-    Returns of all layers of the model, for the log: load fp32 [layers, 2, E] (text, image) and summed auxiliary losses
-    [layers, 2] (balance, index).
+    Returns of all layers of the model, for the log: load fp32 [layers, 2, E] (text, image) and `layer_sums`, summed
+    likewise.
     """
     model = stages[0].architecture
     load_L2E = stages[0].expert_load.new_zeros(model.num_hidden_layers, 2, model.n_routed_experts)
-    loss_L2 = stages[0].aux_loss.new_zeros(model.num_hidden_layers, 2)
+    sums_LM = stages[0].layer_sums.new_zeros(model.num_hidden_layers, stages[0].layer_sums.shape[1])
     for stage in stages:
         here = slice(stage.stage.start, stage.stage.stop)
-        load_L2E[here], loss_L2[here] = stage.expert_load, stage.aux_loss
+        load_L2E[here], sums_LM[here] = stage.expert_load, stage.layer_sums
         stage.expert_load.zero_()
-        stage.aux_loss.zero_()
+        stage.layer_sums.zero_()
     torch.distributed.all_reduce(load_L2E, group=data_group)
-    torch.distributed.all_reduce(loss_L2, group=data_group)
+    torch.distributed.all_reduce(sums_LM, group=data_group)
     for stage in stages:
         for layer, block in stage.layers.items():
             gate: Any = block.get_submodule("ffn.gate")
@@ -41,16 +40,5 @@ def update_router_biases(
                 bias_E += speed * torch.sign(load_E.mean() - load_E)
     if pipeline_group.size() > 1:
         torch.distributed.all_reduce(load_L2E, group=pipeline_group)
-        torch.distributed.all_reduce(loss_L2, group=pipeline_group)
-    return load_L2E, loss_L2
-
-
-def load_metrics(load_L2E: Tensor) -> dict[str, Tensor]:
-    """Per layer: max violation (largest load over the mean, minus 1) and entropy as a share of its maximum."""
-    metrics = {}
-    for layer, load_E in enumerate(load_L2E.sum(1)):
-        share_E = load_E / load_E.sum().clamp_min(1.0)
-        entropy = -torch.xlogy(share_E, share_E).sum() / math.log(share_E.numel())
-        metrics[f"router/max_violation/{layer}"] = share_E.max() * share_E.numel() - 1.0
-        metrics[f"router/entropy/{layer}"] = entropy
-    return metrics
+        torch.distributed.all_reduce(sums_LM, group=pipeline_group)
+    return load_L2E, sums_LM

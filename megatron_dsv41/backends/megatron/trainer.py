@@ -25,13 +25,14 @@ from megatron_dsv41.backends.megatron.config import check_megatron_names, parse_
 from megatron_dsv41.backends.megatron.data import MicroBatch, StepFeed, TokenizerIdentity, build_datasets
 from megatron_dsv41.backends.megatron.faults import FaultCheck
 from megatron_dsv41.backends.megatron.initial import load_weights, open_weights
+from megatron_dsv41.backends.megatron.layer_metrics import layer_metrics
 from megatron_dsv41.backends.megatron.layout import Layout
 from megatron_dsv41.backends.megatron.layouts import check_layout, sequence_pieces
 from megatron_dsv41.backends.megatron.model import DSV41Model
 from megatron_dsv41.backends.megatron.optimizer_mixed import MegatronMixedOptimizer
 from megatron_dsv41.backends.megatron.pipeline import Boundaries, communicator
 from megatron_dsv41.backends.megatron.progress import Reporter
-from megatron_dsv41.backends.megatron.router_bias import load_metrics, update_router_biases
+from megatron_dsv41.backends.megatron.router_bias import update_router_biases
 from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.data.check import check_prepared
 from megatron_dsv41.data.files import write_whole
@@ -39,7 +40,6 @@ from megatron_dsv41.data.prepared import cache_key, prepared_paths
 from megatron_dsv41.data.token_map import load_token_map
 from megatron_dsv41.data.tokenizer import open_tokenizer
 from megatron_dsv41.experiments.flops import count_parameters
-from megatron_dsv41.layer_plan import plan_layers
 from megatron_dsv41.modules.engram import EngramHash
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.run_config import Run, load_run
@@ -183,7 +183,10 @@ class Trainer:
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
         """Megatron's forward step: the stage's output and how the last stage turns it into a loss."""
         batch: MicroBatch = next(feed)
-        output = model(batch.input_ids_BS, batch.documents, batch.labels_BS)
+        step = self.arguments.curr_iteration + 1
+        index_scale = self.run.phase.index_scale(step)
+        probes = self.run.logging.index_probes if self.reporter.logs(step) else 0
+        output = model(batch.input_ids_BS, batch.documents, batch.labels_BS, index_scale=index_scale, probes=probes)
         return output, lambda losses_BS: self._loss(losses_BS, batch, model.training)
 
     def _loss(self, losses_BS: Tensor, batch: MicroBatch, training: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -205,8 +208,7 @@ class Trainer:
         self.faults.check(self.arguments.curr_iteration + 1, model)
         stages: list[DSV41Model] = unwrap_model(model)
         speed = self.run.phase.router_bias_speed
-        load_L2E, loss_L2 = update_router_biases(stages, speed, self.groups.dp_cp, self.groups.pp)
-        self.step_sums = (load_L2E, loss_L2)
+        self.step_sums = update_router_biases(stages, speed, self.groups.dp_cp, self.groups.pp)
 
     def build_optimizer(self, stock: Any, config: Any, model: list[Any], **kwargs: Any) -> Any:
         """Megatron's optimizer, or ours."""
@@ -236,17 +238,11 @@ class Trainer:
         return False
 
     def _layer_metrics(self, step: int) -> dict[str, Tensor]:
-        """Router load and auxiliary losses by layer, where they are reported."""
+        """Where they are reported."""
         if self.step_sums is None or not self.reporter.due(step):
             return {}
-        load_L2E, loss_L2 = self.step_sums
-        # Context shards contribute parts of one value, data-parallel ranks and micro-batches values of their own.
-        balance, index = (loss_L2 / (get_num_microbatches() * self.groups.dp.size())).unbind(1)
-        metrics = load_metrics(load_L2E) | {"balance_loss": balance.sum()}
-        if self.run.phase.index_loss != "off":
-            selecting = [plan.layer for plan in plan_layers(self.architecture) if plan.owns_selection]
-            metrics |= {f"index_kl/{layer}": index[layer] for layer in selecting}
-        return metrics
+        passes = get_num_microbatches() * self.groups.dp.size()
+        return layer_metrics(self.architecture, self.run.phase, *self.step_sums, passes)
 
     def evaluate(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
         """Keep what Megatron's evaluation finds."""

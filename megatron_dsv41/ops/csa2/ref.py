@@ -24,7 +24,7 @@ def pool(p_TD: Tensor, g_TD: Tensor, groups: Groups) -> Tensor:
 
 
 def attention_slots(
-    window_start_T: Tensor, window_offset: int, window: int, num_keys: int, topk_TK: Tensor | None
+    window_start_T: Tensor, window_offset: int | Tensor, window: int, num_keys: int, topk_TK: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Slots of every query as rows of [window_kv ; compressed_kv] and whether each is in use, both [T, window + K]."""
     here_T = torch.arange(window_start_T.shape[0], device=window_start_T.device) + window_offset
@@ -162,14 +162,15 @@ def dense_teacher(
     allowed_TC: Tensor,
     sink_H: Tensor,
     window_start_T: Tensor,
-    window_offset: int,
+    window_offset: int | Tensor,
     scale: float,
     *,
     window: int,
 ) -> Tensor:
     """Head-summed attention probabilities over every allowed entry, fp32 [T, C], without gradient (SPEC 9, dense).
 
-    The softmax runs over the window, all allowed entries and the sink.
+    The softmax runs over the window, all allowed entries and the sink. The queries may be any rows: `window_offset`
+    [T] is then each one's own distance to its window row.
     """
     with torch.no_grad():
         slots_TS, used_TS = attention_slots(window_start_T, window_offset, window, window_kv_JD.shape[0], None)

@@ -15,7 +15,8 @@ def check_rule(folder):
     """On a rank: loads of layer 2 that only the sum over ranks makes unequal in the expected way."""
     from megatron_dsv41.backends.megatron import trainer as trainers
     from megatron_dsv41.backends.megatron.builder import DSV41ModelBuilder
-    from megatron_dsv41.backends.megatron.router_bias import load_metrics, update_router_biases
+    from megatron_dsv41.backends.megatron.layer_metrics import load_metrics
+    from megatron_dsv41.backends.megatron.router_bias import update_router_biases
 
     trainer = trainers.create(tiny_run(folder, "train.precision=bf16", "batch.micro=1"))
     stage = DSV41ModelBuilder(trainer.model_config).build_model(trainer.groups)
