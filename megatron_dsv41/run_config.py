@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from megatron_dsv41 import presets
 from megatron_dsv41.config import DSV41Config, nearest
 from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.phase import Phase
+from megatron_dsv41.typed_yaml import apply_override, build, copied, plain, read_yaml
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -300,7 +299,7 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, in the shape of the run file."""
-        return _plain(dataclasses.asdict(self))
+        return plain(dataclasses.asdict(self))
 
     def to_yaml(self) -> str:
         """The run file of this run. `run_from_dict(yaml)` gives an equal value."""
@@ -312,136 +311,9 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     return run_from_dict(read_yaml(path, "run file"), overrides)
 
 
-def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
-    """The mapping in a YAML file. ValueError naming `what` it is when it is missing, damaged or no mapping."""
-    path = Path(path)
-    try:
-        values = yaml.load(path.read_text(), Loader=_Loader)
-    except FileNotFoundError as error:
-        raise ValueError(f"{what} {path} does not exist") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{what} {path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{what} {path} must hold a mapping of sections, got {type(values).__name__}")
-    return values
-
-
 def run_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run:
     """Like `load_run`, from an already parsed mapping."""
-    changed = _copied(values)
+    changed = copied(values)
     for override in overrides:
-        _apply_override(changed, override)
+        apply_override(changed, override)
     return build(Run, changed)
-
-
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ValueError(f"override {override!r} must look like section.key=value")
-    *sections, last = key.split(".")
-    if sections[:1] == ["ops"] or sections[:1] == ["megatron"]:
-        sections, last = sections[:1], ".".join([*sections[1:], last])  # "ops.csa2.select" is one key
-    place = values
-    for section in sections:
-        inner = place.get(section)
-        if inner is not None and not isinstance(inner, dict):
-            raise ValueError(f"override {override!r}: {section} is a value, not a section")
-        place = place.setdefault(section, {}) if inner is not None else _renew(place, section)
-    try:
-        place[last] = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"override {override!r}: the value is not valid YAML: {error}") from error
-
-
-def _renew(place: dict[str, Any], section: str) -> dict[str, Any]:
-    place[section] = {}
-    return place[section]
-
-
-def build(cls: type, values: Any, where: str = "") -> Any:
-    """An instance of dataclass `cls` from a mapping; `where` is its dotted place in the file.
-
-    ValueError for an unknown key (naming the nearest), a missing one, or a value of another type.
-    """
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where or 'the file'} must be a mapping of settings, got {values!r}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    hints = typing.get_type_hints(cls)
-    for key in values:
-        if key not in fields:
-            raise ValueError(f"{_dotted(where, str(key))} is not a setting{nearest(str(key), set(fields))}")
-    for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and values.get(name) is None:
-            raise ValueError(f"{_dotted(where, name)} is required and missing")
-    return cls(**{k: _convert(hints[k], v, _dotted(where, k)) for k, v in values.items()})
-
-
-def _convert(kind: Any, value: Any, where: str) -> Any:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in arguments:
-            return None
-        return _convert(next(a for a in arguments if a is not type(None)), value, where)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return build(kind, {} if value is None else value, where)
-    if origin is Literal:
-        # YAML reads a bare off/on as a boolean.
-        value = {False: "off", True: "on"}.get(value, value) if isinstance(value, bool) else value
-        if value not in arguments:
-            raise ValueError(f"{where} must be one of {', '.join(map(str, arguments))}, got {value!r}")
-        return value
-    if origin is dict:
-        return _mapping(arguments[1], value, where)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"{where} must be a list, got {value!r}")
-        return tuple(_convert(arguments[0], v, where) for v in value)
-    return _scalar(kind, value, where)
-
-
-def _mapping(kind: Any, value: Any, where: str) -> dict[str, Any]:
-    if kind is float and isinstance(value, str):
-        return {value: 1.0}
-    if kind is float and isinstance(value, list | tuple):
-        if len(set(value)) != len(value):
-            raise ValueError(f"{where} names a prefix twice: {list(value)}")
-        return {str(v): 1.0 for v in value}
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where} must be a mapping, got {value!r}")
-    return {str(k): v if kind is Any else _convert(kind, v, _dotted(where, str(k))) for k, v in value.items()}
-
-
-def _scalar(kind: Any, value: Any, where: str) -> Any:
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind is int and type(value) is float and value.is_integer():
-        return int(value)  # 1e6 tokens
-    if type(value) is not kind:
-        raise ValueError(f"{where} must be of type {kind.__name__}, got {value!r}")
-    return value
-
-
-def _dotted(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def _copied(value: Any) -> Any:
-    return {k: _copied(v) for k, v in value.items()} if isinstance(value, Mapping) else value
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers: `1e-20` is a number (YAML 1.1, which PyYAML reads, makes it a string)."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from megatron_dsv41.config import nearest
 from megatron_dsv41.experiments.ladder_rules import DIALLED, Rules
-from megatron_dsv41.run_config import build, read_yaml
+from megatron_dsv41.typed_yaml import build, read_yaml
 
 BASE = "base"
 # Keys of a run that a cell sets; a ladder file must leave them to it.

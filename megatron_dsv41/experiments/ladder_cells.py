@@ -13,7 +13,8 @@ import yaml
 from megatron_dsv41.experiments import ladder_rules
 from megatron_dsv41.experiments.flops import active_parameters, flops_per_token
 from megatron_dsv41.experiments.ladder import BASE, Ladder
-from megatron_dsv41.run_config import Model, Run, build, run_from_dict
+from megatron_dsv41.run_config import Model, Run, run_from_dict
+from megatron_dsv41.typed_yaml import build
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from typing import Any
 from megatron_dsv41.experiments.collect import Row, flat_row
 from megatron_dsv41.experiments.ladder import Ladder
 from megatron_dsv41.experiments.tracking import write_whole
-from megatron_dsv41.run_config import Logging, build
+from megatron_dsv41.run_config import Logging
+from megatron_dsv41.typed_yaml import build
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;font-size:12px;margin:1em 0}td,th{padding:2px 8px;text-align:right;border-bottom:1px

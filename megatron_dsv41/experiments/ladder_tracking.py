@@ -13,7 +13,8 @@ from megatron_dsv41.experiments.collect import Row, collect_cell, flat_row
 from megatron_dsv41.experiments.ladder import Ladder
 from megatron_dsv41.experiments.ladder_cells import PlannedCell
 from megatron_dsv41.experiments.tracking import WandbRun, write_whole
-from megatron_dsv41.run_config import Logging, build
+from megatron_dsv41.run_config import Logging
+from megatron_dsv41.typed_yaml import build
 
 FACTS = ("commit", "config_digest", "data_digest")
 

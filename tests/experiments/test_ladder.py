@@ -4,7 +4,8 @@ from megatron_dsv41.experiments.flops import flops_per_token
 from megatron_dsv41.experiments.ladder import Ladder, load_ladder
 from megatron_dsv41.experiments.ladder_cells import cells_of, plan_cells
 from megatron_dsv41.experiments.ladder_plan import describe_ladder
-from megatron_dsv41.run_config import build, load_run
+from megatron_dsv41.run_config import load_run
+from megatron_dsv41.typed_yaml import build
 
 SMALL = {
     "width_per_layer": 4,

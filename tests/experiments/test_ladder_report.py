@@ -8,7 +8,7 @@ from megatron_dsv41.cli.ladder_fits import print_fits, print_predictions
 from megatron_dsv41.experiments.fit_report import fit_report, predict_report
 from megatron_dsv41.experiments.ladder import Ladder
 from megatron_dsv41.experiments.ladder_report import write_report
-from megatron_dsv41.run_config import build
+from megatron_dsv41.typed_yaml import build
 
 
 def sibling(name):
