@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import torch
@@ -113,22 +113,31 @@ class EngramHash:
         head.update(self.token_map.to(torch.int64).cpu().numpy().tobytes())
         return head.hexdigest()
 
-    def __call__(self, input_ids_T: Tensor, documents: Documents) -> dict[int, Tensor]:
-        """Flat raw ids int64 [T] -> layer -> rows int64 [T, columns]."""
-        if not self.primes:
+    def __call__(
+        self, input_ids_T: Tensor, documents: Documents, layers: Collection[int] | None = None
+    ) -> dict[int, Tensor]:
+        """Flat raw ids int64 [T] -> layer -> rows int64 [T, columns], of `layers` (None: of all that have a table).
+
+        Whatever id a dead or image token has, it is a barrier (SPEC 12.3). A living token whose id is not in the
+        vocabulary (-1 and -100 of a label mask, say) gets row -1, which no table has: the lookup refuses it.
+        """
+        chosen = [layer for layer in self.primes if layers is None or layer in layers]
+        if not chosen:
             return {}
-        token_map = self.token_map.to(input_ids_T.device)
-        compressed_T, pad_class = token_map[input_ids_T], token_map[self.config.engram_pad_token_id]
+        token_map, pad = self.token_map.to(input_ids_T.device), self.config.engram_pad_token_id
+        known_T = (input_ids_T >= 0) & (input_ids_T < len(token_map))
+        compressed_T = token_map[torch.where(known_T, input_ids_T, pad)]
+        stray_T = ~known_T & documents.alive_T & ~documents.image_T
         return {
             layer: hash_rows(
                 compressed_T,
-                pad_class,
+                token_map[pad],
                 documents,
                 self.multipliers[layer],
-                primes,
+                self.primes[layer],
                 self.config.engram_n_heads,
-            )
-            for layer, primes in self.primes.items()
+            ).masked_fill(stray_T[:, None], -1)
+            for layer in chosen
         }
 
 

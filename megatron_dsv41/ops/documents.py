@@ -8,6 +8,7 @@ Padding is a document of its own whose tokens are not alive.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -88,6 +89,16 @@ class Documents:
             first_T=num_before_T[self.start_T],
             num_visible_T=(self.position_T + 1) // ratio,
         )
+
+
+def join_documents(parts: Sequence[Documents]) -> Documents:
+    """The layouts of several micro-batches as one over their concatenated tokens. No document spans two of them."""
+    begin, starts = 0, []
+    for part in parts:
+        starts.append(part.start_T + begin)
+        begin += part.num_tokens
+    rest = [torch.cat([getattr(part, name) for part in parts]) for name in ("position_T", "alive_T", "image_T")]
+    return Documents(torch.cat(starts), *rest)
 
 
 def whole_groups(entries: Entries) -> Groups:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dsv41.modules.engram import EngramHash, column_primes, layer_multipliers
-from megatron_dsv41.ops.documents import documents_from_ids, documents_from_lengths
+from megatron_dsv41.ops.documents import documents_from_ids, documents_from_lengths, join_documents
 from megatron_dsv41.ops.engram.ref import gate, hash_rows
 from megatron_dsv41.presets import PRESETS, flash
 from megatron_dsv41.testing.tiny import identity_map, tiny_config
@@ -95,6 +95,31 @@ def test_rows_stay_in_their_column_and_in_int64():
     for column, prime in enumerate(column_primes(config)[14]):
         assert ((rows[:, column] >= offset) & (rows[:, column] < offset + prime)).all()
         offset += prime
+
+
+def test_ids_outside_the_vocabulary_are_barriers_or_refused():
+    """-1 and -100 of padding are barriers; a living token of that id gets row -1, never an index from the end."""
+    config = tiny_config()
+    hashing = EngramHash(config, identity_map(config))
+    documents = documents_from_lengths([[6]], 9)  # the last three are dead
+    ids = torch.tensor([5, 6, 7, 8, 9, 10, 96, -1, -100])
+    padded = torch.cat([ids[:6], torch.full((3,), config.engram_pad_token_id)])
+    found, expected = hashing(ids, documents), hashing(padded, documents)
+    assert all(torch.equal(found[layer], expected[layer]) for layer in config.engram_layer_ids)
+    assert set(hashing(ids, documents, [3])) == {3}
+    for stray in (-1, -100, 96):
+        ids[2] = stray
+        assert (hashing(ids, documents)[3] == -1).all(1).tolist() == [row == 2 for row in range(9)]
+
+
+def test_micro_batches_hash_together_as_apart():
+    config = tiny_config()
+    hashing = EngramHash(config, identity_map(config))
+    layouts = [documents_from_lengths([[6, 3]], 9), documents_from_lengths([[2], [9]], 9)]
+    ids = [torch.randint(95, (layout.num_tokens,)) for layout in layouts]
+    joined = hashing(torch.cat(ids), join_documents(layouts))
+    apart = [hashing(*pair) for pair in zip(ids, layouts, strict=True)]
+    assert all(torch.equal(joined[layer], torch.cat([part[layer] for part in apart])) for layer in joined)
 
 
 def test_maps_that_do_not_fit_are_refused():
