@@ -10,6 +10,8 @@ from megatron_dsv41.config import DSV41Config
 
 # The order is fixed: stage boundaries and recompute pass the state as a flat list in this order.
 STATE_FIELDS = ("compressed_kv", "index_keys", "topk_indices", "candidates")
+# What a stage keeps for a later one that computes a selection again (parallel.payload); no layer reads these.
+QUERY_FIELDS = ("topk_query", "pool_query")
 
 
 class LayerKind(enum.StrEnum):

@@ -59,6 +59,8 @@ class Parallel:
     ep: int = 1
     etp: int | None = None  # tensor parallelism inside experts; None: tp without expert parallelism, else 1
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # how tokens reach the experts of other ranks
+    # Send a selection over a pipeline cut, or what it is made from and select again there: whatever is fewer bytes.
+    shadows: Literal["bytes", "always", "never"] = "bytes"
 
     def __post_init__(self) -> None:
         for key in ("tp", "pp", "vpp", "cp", "ep", "etp"):

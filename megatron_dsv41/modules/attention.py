@@ -48,12 +48,24 @@ class IndexReport(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Attention site of one layer. x [s, b, d] and the shared state in; y [s, b, d], state and index report out."""
+    """Attention site of one layer. x [s, b, d] and the shared state in; y [s, b, d], state and index report out.
+
+    recorded: state fields in which a selecting layer leaves its query inputs, where a later stage selects again.
+    """
 
     frequencies: Tensor
 
-    def __init__(self, config: DSV41Config, plan: LayerPlan, phase: Phase, primitives: Primitives, ops: Ops):
+    def __init__(
+        self,
+        config: DSV41Config,
+        plan: LayerPlan,
+        phase: Phase,
+        primitives: Primitives,
+        ops: Ops,
+        recorded: frozenset[str] = frozenset(),
+    ):
         super().__init__()
+        self.recorded = recorded
         self.config, self.plan, self.phase, self.primitives, self.ops = config, plan, phase, primitives, ops
         d, eps = config.hidden_size, config.rms_norm_eps
         heads, dim, groups = config.num_attention_heads, config.head_dim, config.o_groups
@@ -90,7 +102,7 @@ class Attention(nn.Module):
         index_queries = None
         if self.plan.owns_selection:
             index_queries = self.indexer.queries(x_TD, q_latent_TR, turn_T)
-            state = self._select(index_queries, state, batch.entries[self.plan.ratio])
+            state = self._select(q_latent_TR, index_queries, state, batch.entries[self.plan.ratio])
 
         window = self.config.sliding_window
         window_kv_JD = self.primitives.left_halo(self.primitives.fan_out(window_kv_TD), window - 1)
@@ -114,21 +126,16 @@ class Attention(nn.Module):
         # Every reader's heads add to one gradient: it is summed over processes once, here.
         return SharedState(compressed_kv=self.primitives.fan_out(kv_CD), index_keys=keys_CD)
 
-    def _select(self, index_queries: tuple[Tensor, Tensor], state: SharedState, entries: Entries) -> SharedState:
-        q_TID, weights_TI = (t.detach() for t in index_queries)
-        config, restricted = self.config, self.plan.uses_candidates and self.phase.hsi
-        topk, candidates = self.ops["csa2.select"](
-            self.indexer.quantize(q_TID),
-            weights_TI,
-            self.indexer.quantize(state.need("index_keys").detach()),
-            entries,
-            config.index_topk,
-            state.need("candidates") if restricted else None,
-            config.candidate_block_size,
-            config.candidate_topk_blocks if self.plan.is_candidate_source else 0,
-        )
-        candidates = candidates if self.plan.is_candidate_source else state.candidates
-        return dataclasses.replace(state, topk_indices=topk, candidates=candidates)
+    def _select(
+        self, q_latent_TR: Tensor, index_queries: tuple[Tensor, Tensor], state: SharedState, entries: Entries
+    ) -> SharedState:
+        candidates = state.need("candidates") if self.indexer.restricted else None
+        topk, candidates = self.indexer.select(*index_queries, state.need("index_keys"), candidates, entries)
+        state = dataclasses.replace(state, topk_indices=topk)
+        if self.plan.is_candidate_source:
+            state = dataclasses.replace(state, candidates=candidates)
+        query = {name: torch.cat([q_latent_TR, index_queries[1]], dim=-1).detach() for name in self.recorded}
+        return dataclasses.replace(state, **query)
 
     def _attend(
         self,

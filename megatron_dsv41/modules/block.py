@@ -47,7 +47,8 @@ class Block(nn.Module):
     """One layer of the backbone.
 
     streams [s, b, n, d]; pre_mix [s, b, n] fp32, the collapse weights that the previous site predicted; state: what
-    layers share. All three come back, with this layer's Aux. Inputs are never modified.
+    layers share. All three come back, with this layer's Aux. Inputs are never modified. live_after: the state fields
+    that the block hands on; recorded: see Attention.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Block(nn.Module):
         primitives: Primitives,
         ops: Ops,
         live_after: frozenset[str],
+        recorded: frozenset[str] = frozenset(),
     ):
         super().__init__()
         self.plan, self.ops, self.live_after = plan, ops, live_after
@@ -66,7 +68,7 @@ class Block(nn.Module):
             self.engram = Engram(config, plan.layer, primitives, ops)
         self.attn_hc = HyperConnection(config, "attn_hc", primitives, ops)
         self.attn_norm = primitives.norm("attn_norm", d, eps)
-        self.attn = Attention(config, plan, phase, primitives, ops)
+        self.attn = Attention(config, plan, phase, primitives, ops, recorded)
         self.ffn_hc = HyperConnection(config, "ffn_hc", primitives, ops)
         self.ffn_norm = primitives.norm("ffn_norm", d, eps)
         self.ffn = MoE(config, phase, primitives, ops)

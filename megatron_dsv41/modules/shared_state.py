@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Self
 
 from torch import Tensor
 
-from megatron_dsv41.layer_plan import STATE_FIELDS
+from megatron_dsv41.layer_plan import QUERY_FIELDS, STATE_FIELDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +19,8 @@ class SharedState:
     topk_indices int32 [T, K]: entry ids (rows of compressed_kv), ascending, -1 = none.
     candidates int32 [T, blocks]: document-local block ids, ascending, -1 = none.
     probed_topk int32 [P, K]: the last selection at the probed rows, for the log. It does not cross pipeline cuts.
+    topk_query, pool_query [T, R + I]: what the query side of the latest index source, and of the pool's, multiplied:
+    its query latents and head weights side by side, detached. Only where a later stage selects again.
     """
 
     compressed_kv: Tensor | None = None
@@ -27,10 +28,12 @@ class SharedState:
     topk_indices: Tensor | None = None
     candidates: Tensor | None = None
     probed_topk: Tensor | None = None
+    topk_query: Tensor | None = None
+    pool_query: Tensor | None = None
 
     def keep(self, live: frozenset[str]) -> Self:
         """The state with every field outside `live` dropped."""
-        return dataclasses.replace(self, **{name: None for name in STATE_FIELDS if name not in live})
+        return dataclasses.replace(self, **{name: None for name in STATE_FIELDS + QUERY_FIELDS if name not in live})
 
     def need(self, name: str) -> Tensor:
         """A field that the layer plan says is alive here."""
@@ -42,8 +45,3 @@ class SharedState:
     def to_tensors(self) -> list[Tensor | None]:
         """The fields in `STATE_FIELDS` order."""
         return [getattr(self, name) for name in STATE_FIELDS]
-
-    @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor | None]) -> Self:
-        """Inverse of `to_tensors`."""
-        return cls(**dict(zip(STATE_FIELDS, tensors, strict=True)))

@@ -1,76 +1,20 @@
 """What crosses from one pipeline stage to the next, as one flat tensor (DESIGN: the model under pipeline parallelism).
 
-Streams, the fp32 `pre_mix` and exactly the shared state that is alive at the cut. fp32 values and integers travel
-bit for bit through a bf16 wire, and gradients come back the same way. Fields without gradient lie at the end, so that
-the way back carries only a prefix.
+Streams, the fp32 `pre_mix` and exactly the shared state that `payload` names. fp32 values and integers travel bit for
+bit through a bf16 wire, and gradients come back the same way. Fields without gradient lie at the end, so that the way
+back carries only a prefix.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dsv41.config import DSV41Config
-from megatron_dsv41.layer_plan import LayerPlan, live_at
 from megatron_dsv41.modules.shared_state import SharedState
-
-
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """One tensor of the payload."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    has_gradient: bool
-
-    @property
-    def num_bytes(self) -> int:
-        """Size."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def boundary_fields(
-    config: DSV41Config,
-    plans: Sequence[LayerPlan],
-    boundary: int,
-    *,
-    batch: int,
-    stream_seq: int,
-    state_seq: int,
-    total_seq: int,
-    dtype: torch.dtype,
-    index_gradient: bool,
-) -> tuple[Field, ...]:
-    """Fields of the cut before layer `boundary`, those with gradient first, wide ones before narrow ones.
-
-    Lengths of a sequence as one process holds it: `stream_seq` between sites, `state_seq` inside them, `total_seq` over
-    all context shards (of which every process keeps all compressed entries).
-    """
-    n, d = config.hc_mult, config.hidden_size
-    wide = torch.promote_types(dtype, torch.float32)
-    fields = {
-        "pre_mix": Field("pre_mix", (stream_seq, batch, n), wide, True),
-        "streams": Field("streams", (stream_seq, batch, n, d), dtype, True),
-    }
-    live = live_at(plans, boundary)
-    if live:
-        ratio = next(plan.ratio for plan in plans[boundary:] if plan.consumes)
-        entries, tokens = batch * total_seq // ratio, batch * state_seq
-        blocks = min(config.candidate_topk_blocks, -(-entries // config.candidate_block_size))
-        state = (
-            Field("compressed_kv", (entries, config.head_dim), wide, True),
-            Field("index_keys", (entries, config.index_head_dim), dtype, index_gradient),
-            Field("topk_indices", (tokens, min(config.index_topk, entries)), torch.int32, False),
-            Field("candidates", (tokens, blocks), torch.int32, False),
-        )
-        fields |= {field.name: field for field in state if field.name in live}
-    return tuple(sorted(fields.values(), key=lambda f: (not f.has_gradient, -f.dtype.itemsize)))
+from megatron_dsv41.parallel.payload import Field
 
 
 class BoundaryCodec:
@@ -81,7 +25,7 @@ class BoundaryCodec:
 
     def __init__(self, fields: Sequence[Field], wire: torch.dtype, padded_numel: int | None = None):
         self.fields, self.wire = tuple(fields), wire
-        self.sizes = [_rounded(field.num_bytes) // wire.itemsize for field in fields]
+        self.sizes = [field.wire_bytes // wire.itemsize for field in fields]
         self.grad_numel = sum(size for field, size in zip(fields, self.sizes, strict=True) if field.has_gradient)
         used = sum(self.sizes)
         self.numel = used if padded_numel is None else padded_numel
@@ -94,7 +38,7 @@ class BoundaryCodec:
         for field, size in zip(self.fields, self.sizes, strict=True):
             value = {"streams": streams_SBND, "pre_mix": pre_mix_SBN}.get(field.name)
             value = state.need(field.name) if value is None else value
-            assert value.shape == field.shape and value.dtype == field.dtype, (field, value.shape, value.dtype)
+            assert value.shape == field.shape and value.dtype == _dtype(field), (field, value.shape, value.dtype)
             flat = _Bits.apply(value.reshape(-1) if field.has_gradient else value.detach().reshape(-1), self.wire)
             parts.append(flat)
             if size > flat.numel():
@@ -109,7 +53,7 @@ class BoundaryCodec:
         pieces = packed.view(-1)[: sum(self.sizes)].split(self.sizes)
         for field, piece in zip(self.fields, pieces, strict=True):
             piece = piece if field.has_gradient else piece.detach()
-            flat = _Bits.apply(piece[: field.num_bytes // self.wire.itemsize], field.dtype)
+            flat = _Bits.apply(piece[: field.num_bytes // self.wire.itemsize], _dtype(field))
             values[field.name] = flat.view(field.shape)
         streams, pre_mix = values.pop("streams"), values.pop("pre_mix")
         return streams, pre_mix, SharedState(**values)
@@ -140,6 +84,5 @@ class _Bits(torch.autograd.Function):
         return grads[0].contiguous().view(ctx.dtype), None
 
 
-def _rounded(num_bytes: int) -> int:
-    """Up to whole 16 bytes, so that every field starts where any dtype may."""
-    return -(-num_bytes // 16) * 16
+def _dtype(field: Field) -> torch.dtype:
+    return getattr(torch, field.dtype)

@@ -11,12 +11,14 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule
+from megatron.core.utils import unwrap_model
 from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hooks
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
 from megatron_dsv41.backends.megatron.model import DSV41Model
 from megatron_dsv41.backends.megatron.pipeline import Boundaries
+from megatron_dsv41.backends.megatron.shadows import follow_owners
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -80,4 +82,5 @@ class DSV41ModelBuilder(ModelBuilder[DSV41Model, DSV41ModelConfig]):
             compose_hooks(self._model_config.pre_wrap_hooks),
             model_type,
         )
+        follow_owners([unwrap_model(stage) for stage in stages], pg_collection.pp)
         return compose_hooks(self._model_config.post_wrap_hooks)(stages)

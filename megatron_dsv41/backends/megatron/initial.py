@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_dsv41.backends.megatron.shadows import logical_state
 from megatron_dsv41.backends.megatron.state_dict import local_cut
 from megatron_dsv41.checkpoint.convert import open_source
 from megatron_dsv41.checkpoint.pieces import row_pieces
@@ -26,7 +27,7 @@ def open_weights(path: str | Path, config: DSV41Config) -> StateSource:
 def load_weights(stages: list[Any], source: StateSource) -> list[Any]:
     """Copy this rank's part of every tensor into the stages (DSV41Model) and return them; no more is read."""
     for stage in stages:
-        for name, target in stage.state_dict(keep_vars=True).items():
+        for name, target in logical_state(stage).items():
             _fill(target, source, name, local_cut(source.shape(name), target, stage.layout))
     return stages
 

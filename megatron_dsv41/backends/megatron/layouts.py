@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 
 from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.parallel.payload import Crossing, CrossingPlanner, Lengths
 from megatron_dsv41.parallel.stages import even_stages, parse_layout
+from megatron_dsv41.phase import Phase
 from megatron_dsv41.run_config import Parallel
 
 
@@ -18,6 +20,18 @@ def stage_layers(config: DSV41Config, parallel: Parallel) -> list[range]:
     if parallel.layout is not None:
         return parse_layout(parallel.layout, config.num_hidden_layers, stages)
     return even_stages(config.num_hidden_layers, stages)
+
+
+def plan_crossings(config: DSV41Config, phase: Phase, parallel: Parallel, batch: int, seq: int) -> tuple[Crossing, ...]:
+    """What crosses before every stage but the first, for micro-batches of `batch` sequences of `seq` tokens."""
+    starts = [stage.start for stage in stage_layers(config, parallel)[1:]]
+    return crossing_planner(config, phase, parallel, batch, seq).choose(starts, parallel.shadows)
+
+
+def crossing_planner(config: DSV41Config, phase: Phase, parallel: Parallel, batch: int, seq: int) -> CrossingPlanner:
+    """What plans the cuts of a layout."""
+    lengths = Lengths.of(batch, seq, parallel.cp, parallel.tp if parallel.sp else 1)
+    return CrossingPlanner(config, phase, lengths)
 
 
 def check_layout(config: DSV41Config, parallel: Parallel) -> None:

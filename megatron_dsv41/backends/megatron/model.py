@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_dsv41.backends.megatron.aux_loss import AuxLoss
 from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
-from megatron_dsv41.backends.megatron.layer_specs import layer_specs
+from megatron_dsv41.backends.megatron.layer_specs import layer_specs, shadow_specs
 from megatron_dsv41.backends.megatron.layout import Layout
 from megatron_dsv41.backends.megatron.pipeline import Boundaries
 from megatron_dsv41.backends.megatron.primitives import MegatronPrimitives
@@ -58,7 +58,9 @@ class DSV41Model(LanguageModule):
         super().__init__(config=config, pg_collection=pg_collection)
         assert config.architecture is not None
         model = self.architecture = config.architecture
-        self.stage, self.boundaries, self.vp_stage = boundaries.stages[stage], boundaries, vp_stage
+        self.number, self.stage, self.vp_stage = stage, boundaries.stages[stage], vp_stage
+        self.boundaries = boundaries
+        self.before, self.after = boundaries.before(stage), boundaries.after(stage)
         self.pre_process, self.post_process = stage == 0, stage == len(boundaries.stages) - 1
         self.share_embeddings_and_output_weights = False
         self.recompute_blocks = config.recompute_blocks
@@ -72,7 +74,12 @@ class DSV41Model(LanguageModule):
                 self.embed = self.primitives.embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleDict()
         parts: dict[str, Any] = {"phase": config.phase, "primitives": self.primitives, "ops": self.ops}
-        for layer, spec in layer_specs(model, self.stage).items():
+        self.shadows = nn.ModuleDict()
+        for layer, spec in shadow_specs(model, self.before).items():
+            with _drawn_from(config.seed, 1 + layer):  # overwritten with the owner's weight
+                shadow: Any = build_module(spec, config=model, **parts)
+                self.shadows[str(layer)] = shadow
+        for layer, spec in layer_specs(model, self.stage, self.after).items():
             with _drawn_from(config.seed, 1 + layer):
                 block: Any = build_module(spec, config=model, **parts)
                 self.layers[str(layer)] = block
@@ -97,23 +104,24 @@ class DSV41Model(LanguageModule):
         probes: int = 0,
     ) -> Tensor:
         """See class; `index_scale` and `probes` as in `make_batch`."""
-        rows, seq = input_ids_BS.shape
         batch = self._batch(input_ids_BS, documents, index_scale=index_scale, probes=probes)
-        if self.pre_process:
+        if self.before is None:
             streams_SBND, pre_mix_SBN = self._open(self.layout.context_slice(input_ids_BS))
             state = SharedState()
         else:
             received, self.received = self.received, None
             assert received is not None, "a later stage runs after its input has arrived"
-            streams_SBND, pre_mix_SBN, state = self.boundaries.codec(self.stage.start, rows, seq).unpack(received)
+            streams_SBND, pre_mix_SBN, state = self.boundaries.codec(self.before).unpack(received)
+            for shadow in self.shadows.values():
+                state = shadow(state, batch)
         layer_aux = []
         for block in self.layers.values():
             streams_SBND, pre_mix_SBN, state, aux = self._run(block, streams_SBND, pre_mix_SBN, state, batch)
             layer_aux.append(aux)
         if layer_aux:
             streams_SBND = self._account(streams_SBND, Aux.stack(layer_aux))
-        if not self.post_process:
-            return self.boundaries.codec(self.stage.stop, rows, seq).pack(streams_SBND, pre_mix_SBN, state)
+        if self.after is not None:
+            return self.boundaries.codec(self.after).pack(streams_SBND, pre_mix_SBN, state)
         hidden_SBD = self.norm(self.ops["mhc.collapse"](streams_SBND, pre_mix_SBN))
         logits_SBV = self.head(self.primitives.fan_out(self.primitives.enter_site(hidden_SBD)))
         return self.primitives.token_losses(logits_SBV, self.layout.context_slice(labels_BS))

@@ -44,7 +44,7 @@ def parse_layout(text: str) -> ParityLayout:
     values: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
-        known = {*SIZES, *SWITCHES, "layout", "dispatcher"}
+        known = {*SIZES, *SWITCHES, "layout", "dispatcher", "shadows"}
         if key not in known:
             raise ValueError(f"--layout {text!r}: {key!r} is not an axis{nearest(key, known)}")
         if key in SIZES and not value.isdigit():
@@ -109,7 +109,7 @@ class LayoutJob:
         self.layout = Layout.of(groups, parallel.sp)
         self.config = bare_transformer_config(case.config, phase, parallel, ops, layout.recompute)
         self.config.experimental_attention_variant_loss_scale_func = AuxLoss.set_scale
-        self.boundaries = Boundaries.of(case.config, phase, parallel)
+        self.boundaries = Boundaries.of(case.config, phase, parallel, 1, self._length(parallel))
         source = ReleasedSource(case.weights_folder, case.config)
         model_config = DSV41ModelConfig(
             transformer=self.config,
@@ -128,10 +128,10 @@ class LayoutJob:
     def _rows(self, parallel: Parallel) -> list[tuple[int, Tensor, Packed]]:
         """(row number, ids, layout) of this data-parallel rank; rows that only fill up have number -1 and weight 0."""
         packed, ids_BS = self.case.pack(), self.case.input_ids
-        num_rows, seq = ids_BS.shape
+        num_rows = ids_BS.shape[0]
         per_rank = -(-num_rows // self.groups.dp.size())
         per_rank = -(-per_rank // parallel.pp) * parallel.pp if parallel.vpp > 1 else per_rank
-        length = self._padded(seq, parallel)
+        length = self._length(parallel)
         rows = []
         for index in range(per_rank):
             number = self.groups.dp.rank() * per_rank + index
@@ -139,8 +139,9 @@ class LayoutJob:
             rows.append((number if real else -1, *_row(ids_BS, packed, number if real else 0, length, real)))
         return rows
 
-    def _padded(self, seq: int, parallel: Parallel) -> int:
-        pieces, halo = sequence_pieces(parallel), self.case.config.sliding_window - 1
+    def _length(self, parallel: Parallel) -> int:
+        """Tokens of a row, filled up to what the layout can cut."""
+        seq, pieces, halo = self.case.input_ids.shape[1], sequence_pieces(parallel), self.case.config.sliding_window - 1
         seq = max(seq, halo * parallel.cp) if parallel.cp > 1 else seq
         return -(-seq // pieces) * pieces
 
@@ -165,7 +166,7 @@ class LayoutJob:
         several = self.groups.pp.size() > 1
         pipeline = {}
         if several:
-            link = communicator(self.boundaries, self.groups.pp, self.config, 1, length)
+            link = communicator(self.boundaries, self.groups.pp, self.config)
             pipeline = {"p2p_communicator": link, "pg_collection": self.groups}
         feeds = [iter(self.rows) for _ in self.chunks]
         reports = get_forward_backward_func()(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -12,62 +10,45 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dsv41.backends.megatron.layouts import stage_layers
+from megatron_dsv41.backends.megatron.layouts import plan_crossings, stage_layers
 from megatron_dsv41.config import DSV41Config
-from megatron_dsv41.layer_plan import plan_layers
-from megatron_dsv41.parallel.boundary import BoundaryCodec, boundary_fields
+from megatron_dsv41.parallel.boundary import BoundaryCodec
+from megatron_dsv41.parallel.payload import Crossing
 from megatron_dsv41.phase import Phase
 from megatron_dsv41.run_config import Parallel
 
 
 @dataclasses.dataclass(frozen=True)
 class Boundaries:
-    """Codecs of all cuts of a pipeline. Interleaved schedules know one length for all hops: the longest."""
+    """Layers of all stages, and what crosses each cut for micro-batches of one shape."""
 
-    config: DSV41Config
-    phase: Phase
     stages: tuple[range, ...]
-    one_length: bool
-    context_shards: int
-    stream_shards: int
+    crossings: tuple[Crossing, ...]  # before every stage but the first
+    wire: torch.dtype
+    one_length: bool  # interleaved schedules know one length for all hops: the longest
 
     @classmethod
-    def of(cls, config: DSV41Config, phase: Phase, parallel: Parallel) -> Self:
-        """The pipeline of a layout."""
+    def of(cls, config: DSV41Config, phase: Phase, parallel: Parallel, batch: int, seq: int) -> Self:
+        """The pipeline of a layout, for micro-batches of `batch` whole sequences of `seq` tokens."""
         return cls(
-            config=config,
-            phase=phase,
             stages=tuple(stage_layers(config, parallel)),
+            crossings=plan_crossings(config, phase, parallel, batch, seq),
+            wire=getattr(torch, config.dtype),
             one_length=parallel.vpp > 1,
-            context_shards=parallel.cp,
-            stream_shards=parallel.tp if parallel.sp else 1,
         )
 
-    def codec(self, boundary: int, batch: int, seq: int) -> BoundaryCodec:
-        """The codec of the cut before layer `boundary` for micro-batches of `batch` whole sequences of `seq` tokens."""
-        padded = None
-        if self.one_length:
-            padded = max(self._codec(stage.start, batch, seq).numel for stage in self.stages[1:])
-        return self._codec(boundary, batch, seq, padded)
+    def before(self, stage: int) -> Crossing | None:
+        """The cut before a stage; None before the first."""
+        return self.crossings[stage - 1] if stage else None
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019  (one instance per model, as long-lived as the process)
-    def _codec(self, boundary: int, batch: int, seq: int, padded: int | None = None) -> BoundaryCodec:
-        dtype = getattr(torch, self.config.dtype)
-        fields = boundary_fields(
-            self.config,
-            plan_layers(self.config),
-            boundary,
-            batch=batch,
-            stream_seq=seq // self.context_shards // self.stream_shards,
-            state_seq=seq // self.context_shards,
-            total_seq=seq,
-            dtype=dtype,
-            index_gradient=self.phase.index_loss != "off",
-        )
-        return BoundaryCodec(fields, dtype, padded)
+    def after(self, stage: int) -> Crossing | None:
+        """The cut after a stage; None after the last."""
+        return self.crossings[stage] if stage < len(self.crossings) else None
 
-    def __hash__(self) -> int:
-        return hash((id(self.config), self.stages, self.one_length, self.context_shards, self.stream_shards))
+    def codec(self, crossing: Crossing) -> BoundaryCodec:
+        """What packs the values of a cut."""
+        longest = max(crossing.forward_bytes for crossing in self.crossings) // self.wire.itemsize
+        return BoundaryCodec(crossing.fields, self.wire, longest if self.one_length else None)
 
 
 class BoundaryCommunicator(P2PCommunicator):
@@ -157,13 +138,11 @@ class InterleavedCommunicator(P2PCommunicator):
 
 
 def communicator(
-    boundaries: Boundaries, group: ProcessGroup, config: Any, batch: int, seq: int
+    boundaries: Boundaries, group: ProcessGroup, config: Any
 ) -> BoundaryCommunicator | InterleavedCommunicator:
-    """The communicator of this rank for micro-batches of `batch` sequences of `seq` tokens."""
-    stages: Sequence[range] = boundaries.stages
+    """The communicator of this rank."""
     if boundaries.one_length:
-        return InterleavedCommunicator(group, config, boundaries.codec(stages[1].start, batch, seq).numel)
-    rank, size = group.rank(), group.size()
-    before = boundaries.codec(stages[rank].start, batch, seq) if rank else None
-    after = boundaries.codec(stages[rank + 1].start, batch, seq) if rank + 1 < size else None
-    return BoundaryCommunicator(group, config, before, after)
+        return InterleavedCommunicator(group, config, boundaries.codec(boundaries.crossings[0]).numel)
+    before, after = boundaries.before(group.rank()), boundaries.after(group.rank())
+    codecs = (boundaries.codec(crossing) if crossing else None for crossing in (before, after))
+    return BoundaryCommunicator(group, config, *codecs)

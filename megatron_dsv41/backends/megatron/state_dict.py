@@ -10,13 +10,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_dsv41.backends.megatron.layout import Axis, Layout, cuts_of
+from megatron_dsv41.backends.megatron.shadows import logical_state
 
 
 def sharded_model(module: nn.Module, prefix: str, groups: ProcessGroupCollection, layout: Layout) -> dict[str, Any]:
-    """Native name -> ShardedTensor of every parameter and persistent buffer of `module`."""
+    """Native name -> ShardedTensor of every parameter and persistent buffer of `module` but shadows."""
     return {
-        prefix + name: _sharded(prefix + name, tensor, groups, layout)
-        for name, tensor in module.state_dict(keep_vars=True).items()
+        prefix + name: _sharded(prefix + name, tensor, groups, layout) for name, tensor in logical_state(module).items()
     }
 
 

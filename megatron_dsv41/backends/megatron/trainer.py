@@ -27,12 +27,13 @@ from megatron_dsv41.backends.megatron.faults import FaultCheck
 from megatron_dsv41.backends.megatron.initial import load_weights, open_weights
 from megatron_dsv41.backends.megatron.layer_metrics import layer_metrics
 from megatron_dsv41.backends.megatron.layout import Layout
-from megatron_dsv41.backends.megatron.layouts import check_layout, sequence_pieces
+from megatron_dsv41.backends.megatron.layouts import check_layout, plan_crossings, sequence_pieces
 from megatron_dsv41.backends.megatron.model import DSV41Model
 from megatron_dsv41.backends.megatron.optimizer_mixed import MegatronMixedOptimizer
 from megatron_dsv41.backends.megatron.pipeline import Boundaries, communicator
 from megatron_dsv41.backends.megatron.progress import Reporter
 from megatron_dsv41.backends.megatron.router_bias import update_router_biases
+from megatron_dsv41.backends.megatron.shadows import follow_after_steps, follow_owners
 from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.data.check import check_prepared
 from megatron_dsv41.data.files import write_whole
@@ -81,7 +82,7 @@ class Trainer:
         self.model_config = DSV41ModelConfig(
             transformer=config,
             token_map=corpus.token_map,
-            boundaries=Boundaries.of(self.architecture, run.phase, run.parallel),
+            boundaries=Boundaries.of(self.architecture, run.phase, run.parallel, run.batch.micro, run.data.seq_length),
             vocab_size=self.architecture.vocab_size,
         )
         if checked.weights is not None:
@@ -154,9 +155,8 @@ class Trainer:
         """What `pretrain` passes to pipeline schedules."""
         if self.run.parallel.pp == 1:
             return {}
-        batch, seq = self.run.batch.micro, self.run.data.seq_length
         config = self.model_config
-        link = communicator(config.boundaries, self.groups.pp, config.transformer, batch, seq)
+        link = communicator(config.boundaries, self.groups.pp, config.transformer)
         return {"p2p_communicator": link, "pg_collection": self.groups}
 
     def _feed(
@@ -212,9 +212,12 @@ class Trainer:
 
     def build_optimizer(self, stock: Any, config: Any, model: list[Any], **kwargs: Any) -> Any:
         """Megatron's optimizer, or ours."""
+        stages = unwrap_model(model)
         if self.run.optimizer.name == "adamw":
-            return stock(config, model, **kwargs)
-        return MegatronMixedOptimizer(config, unwrap_model(model), self.run, self.layout, self.groups)
+            built = stock(config, model, **kwargs)
+        else:
+            built = MegatronMixedOptimizer(config, stages, self.run, self.layout, self.groups)
+        return follow_after_steps(built, stages, self.groups.pp)
 
     # --- report -------------------------------------------------------------------------------------------------
 
@@ -291,7 +294,9 @@ class Trainer:
             torch.distributed.barrier()
             if torch.distributed.get_rank() == 0:
                 _record_run(self.run, self.corpus)
-        return stock(model, *args, **kwargs)
+        found = stock(model, *args, **kwargs)
+        follow_owners(unwrap_model(model), self.groups.pp)
+        return found
 
 
 def create(run: Run) -> Trainer:
@@ -372,6 +377,13 @@ def refuse_unsupported(run: Run) -> None:
         raise ValueError(
             f"parallel.cp {parallel.cp} leaves {seq // parallel.cp} tokens per rank, but the window's halo of {halo} "
             f"must come from one neighbour: set parallel.cp to at most {max(1, seq // halo)}"
+        )
+    crossings = plan_crossings(config, run.phase, parallel, run.batch.micro, seq)
+    gathers_late = any(run.megatron.get(name) for name in ("overlap_param_gather", "overlap-param-gather"))
+    if gathers_late and any(crossing.shadows for crossing in crossings):
+        raise ValueError(
+            "megatron.overlap_param_gather updates weights after the step has ended, when shadow indexers have taken "
+            "their owners' weights: set parallel.shadows=never, or leave overlap_param_gather out"
         )
     if parallel.cp > 1 and run.batch.micro > 1:
         raise ValueError(f"parallel.cp {parallel.cp} needs batch.micro=1, got {run.batch.micro}")

@@ -76,7 +76,7 @@ def test_states_live_as_long_as_their_micro_batch(text):
 
 
 def sent_bytes(text):
-    """Bytes that this rank sent forward and back in one step, and what the codecs say."""
+    """Bytes that this rank sent back and forward in one step, and what the plan says."""
     import torch.distributed as dist
 
     job = make_job(text)
@@ -92,18 +92,15 @@ def sent_bytes(text):
 
     dist.batch_isend_irecv = counted
     job.step()
-    length, stages = job.rows[0][1].shape[1], job.boundaries.stages
 
-    def expected(stage, what):
-        if not 0 < stage < len(stages):
-            return 0
-        codec = job.boundaries.codec(stages[stage].start, 1, length)
-        return getattr(codec, what) * codec.wire.itemsize * MICRO_BATCHES
+    def expected(crossing, what):
+        return getattr(crossing, what) * MICRO_BATCHES if crossing else 0
 
-    planned = {rank - 1: expected(rank, "grad_numel"), rank + 1: expected(rank + 1, "numel")}
+    before, after = job.boundaries.before(rank), job.boundaries.after(rank)
+    planned = {rank - 1: expected(before, "backward_bytes"), rank + 1: expected(after, "forward_bytes")}
     return sent, planned
 
 
-def test_bytes_on_the_wire_are_those_of_the_codec():
+def test_bytes_on_the_wire_are_those_of_the_plan():
     for sent, planned in run_ranks(sent_bytes, 4, "pp=4,layout=Ett|ttt|t|ttL"):
         assert sent == planned
