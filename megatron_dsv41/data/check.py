@@ -83,15 +83,16 @@ def check_prepared(
             f"{paths.bin} has {len(file.tokens)} tokens, the run needs at least {min_tokens} for one sample: prepare "
             "more text or shorten the sequence"
         )
-    check_tokens(file, config.vocab_size, sidecar.eod_id)
+    check_tokens(file, config.vocab_size, sidecar.eod_id, config.image_token_id)
     return sidecar
 
 
-def check_tokens(file: TokenFile, vocab_size: int, eod_id: int) -> None:
+def check_tokens(file: TokenFile, vocab_size: int, eod_id: int, image_token_id: int | None = None) -> None:
     """Check ids and document ends: all of them up to FULL_SCAN_TOKENS, evenly spread samples of more.
 
-    ValueError for an id outside 0..vocab_size-1, and for a document without exactly one end-of-document token,
-    at its end.
+    ValueError for an id outside 0..vocab_size-1, for a document without exactly one end-of-document token, at its
+    end, and for an image token in what `dsv41 prep` made of text: the model would take that text for an image
+    (other router biases, no n-grams).
     """
     path = prepared_paths(file.prefix).bin
     for first, block in _blocks(file.tokens):
@@ -102,6 +103,12 @@ def check_tokens(file: TokenFile, vocab_size: int, eod_id: int) -> None:
             raise ValueError(
                 f"{path} has token id {bad} at token {where}, the model's ids are 0..{vocab_size - 1}: take the "
                 "tokenizer of the model or raise vocab_size"
+            )
+        images = np.flatnonzero(block == image_token_id)
+        if images.size:
+            raise ValueError(
+                f"{path} is text and has the model's image_token_id {image_token_id} at token {first + int(images[0])}: "
+                "set image_token_id to an id that the tokenizer keeps for images, or to one above its vocabulary"
             )
         inside = first + np.flatnonzero(block == eod_id) + 1
         stray = inside[~np.isin(inside, _ends_within(file.ends, first, first + len(block)))]
