@@ -107,7 +107,7 @@ def check_tokens(file: TokenFile, vocab_size: int, eod_id: int, image_token_id: 
         images = np.flatnonzero(block == image_token_id)
         if images.size:
             raise ValueError(
-                f"{path} is text and has the model's image_token_id {image_token_id} at token {first + int(images[0])}: "
+                f"{path} is text with the model's image_token_id {image_token_id} at token {first + int(images[0])}: "
                 "set image_token_id to an id that the tokenizer keeps for images, or to one above its vocabulary"
             )
         inside = first + np.flatnonzero(block == eod_id) + 1

@@ -159,7 +159,7 @@ def test_end_inside_a_document_is_found(tmp_path):
 def test_text_with_the_image_token_is_refused(tmp_path):
     file = open_tokens(write(tmp_path / "x", [[5, 6, EOD]] * 5 + [[7, 3, EOD]]))
     check_tokens(file, 400, EOD, image_token_id=129264)
-    with pytest.raises(ValueError, match="has the model's image_token_id 3 at token 16: set image_token_id"):
+    with pytest.raises(ValueError, match="with the model's image_token_id 3 at token 16: set image_token_id"):
         check_tokens(file, 400, EOD, image_token_id=3)
 
 
