@@ -71,7 +71,27 @@ def import_checkpoint(
     layout: write the native tensors as a distributed checkpoint, divided over the ranks of this layout. finite: NaN
     and infinity are errors. ValueError lists what does not fit; nothing is written then.
     """
-    src, dst = Path(src), Path(dst)
+
+    def plan() -> tuple[Job, int]:
+        job, largest = _plan_import(Path(src), Path(dst), config, storage, hash_digest, layers, experts, layout, finite)
+        return job, effort.threads(largest, team.local_size)
+
+    job, workers = team.together(plan)
+    run_job(job, workers=workers, progress=effort.progress, team=team)
+
+
+def _plan_import(
+    src: Path,
+    dst: Path,
+    config: DSV41Config | None,
+    storage: Literal["config", "source"],
+    hash_digest: str | None,
+    layers: int | None,
+    experts: int | None,
+    layout: Layout | None,
+    finite: bool,
+) -> tuple[Job, int]:
+    """The job, and the elements of its largest piece."""
     free_target(dst, [src])
     if layout and storage == "source":
         raise ValueError("a distributed checkpoint holds values to train on: storage must be 'config' with a layout")
@@ -113,7 +133,7 @@ def import_checkpoint(
         sources=(src,),
         extra_bytes=divided.num_bytes() if divided else 0,
     )
-    run_job(job, workers=effort.threads(largest, team.local_size), progress=effort.progress, team=team)
+    return job, largest
 
 
 def export_checkpoint(
@@ -140,7 +160,28 @@ def export_checkpoint(
     patterns of released names that stay bfloat16 in a quantized export. merge: folder of a LoRA adapter to be added
     (`lora`). beside: further files to lie in the folder. finite: NaN and infinity are errors.
     """
-    dst = Path(dst)
+
+    def plan() -> tuple[Job, int]:
+        job, largest = _plan_export(src, Path(dst), config, storage, like, shards, plain, merge, beside, finite)
+        return job, effort.threads(largest, team.local_size)
+
+    job, workers = team.together(plan)
+    run_job(job, workers=workers, progress=effort.progress, team=team)
+
+
+def _plan_export(
+    src: Path | str | StateSource,
+    dst: Path,
+    config: DSV41Config | None,
+    storage: ExportStorage | None,
+    like: Path | str | None,
+    shards: ShardPlan | None,
+    plain: Sequence[str],
+    merge: Path | str | None,
+    beside: Sequence[Path],
+    finite: bool,
+) -> tuple[Job, int]:
+    """The job, and the elements of its largest piece."""
     read = tuple(Path(path) for path in (src, like, merge) if isinstance(path, str | Path))
     free_target(dst, read)
     if isinstance(src, str | Path):
@@ -177,7 +218,7 @@ def export_checkpoint(
         title="export",
         sources=read,
     )
-    run_job(job, workers=effort.threads(largest, team.local_size), progress=effort.progress, team=team)
+    return job, largest
 
 
 def open_source(

@@ -138,18 +138,20 @@ def run_job(job: Job, *, workers: int, progress: bool, team: Team = ALONE) -> No
     units = list(batched(job.units, writer.file_of))
     with contextlib.ExitStack() as held:
         done_before = team.first(lambda: held.enter_context(_opened(job, work, writer)))
-        error = None
-        try:
-            own = divide(units, writer.file_of, team.size)[team.rank]
-            with _bar(job.title, units, progress and team.leads, done_before, work) as report:
+        own = divide(units, writer.file_of, team.size)[team.rank]
+
+        def carry_out() -> None:
+            try:
                 _run_units(units, [i for i in own if i not in done_before], writer, team.rank, workers, report)
-        except Exception as caught:
-            error = caught
-            (work / STOP).touch()
-        finally:
-            writer.release()
+            except Exception:
+                (work / STOP).touch()
+                raise
+            finally:
+                writer.release()
+
         try:
-            team.agree(error)
+            with _bar(job.title, units, progress and team.leads, done_before, work) as report:
+                team.together(carry_out)
             team.first(lambda: _finish(job, work, target))
         except ValueError:
             if team.leads:
@@ -289,7 +291,9 @@ def _watch_others(
 ) -> None:
     """Advance the bar by what the logs of other processes name."""
     seen = set(known)
-    while not ended.wait(1.0):
+    last = False
+    while not last:
+        last = ended.wait(1.0)
         logs = [log for log in work.glob(LOGS) if log.name != log_name(0)]
         new = set[int]().union(*(_finished(log) for log in logs)) - seen
         seen |= new

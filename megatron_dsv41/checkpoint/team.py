@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -52,6 +52,16 @@ class Team:
         if outcome[1] is not None:
             raise error or outcome[1]
         return outcome[0]
+
+    def together[T](self, function: Callable[[], T]) -> T:
+        """Everyone's own `function()`; where one of them raises, everyone raises."""
+        value, error = None, None
+        try:
+            value = function()
+        except Exception as caught:
+            error = caught
+        self.agree(error)
+        return cast("T", value)
 
     def agree(self, error: Exception | None) -> None:
         """Raise this process's error, or the first of another's. Everyone calls it."""

@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_dsv41.cli import convert_layout, convert_processes
+
 if TYPE_CHECKING:
-    from megatron_dsv41.checkpoint.export_plan import ShardPlan
     from megatron_dsv41.checkpoint.pieces import Effort
+    from megatron_dsv41.checkpoint.team import Team
     from megatron_dsv41.config import DSV41Config
 
 HELP = "import, export and verify checkpoints in the released (Hugging Face) layout"
@@ -18,14 +20,17 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "M
 EPILOG = """examples:
   dsv41 convert import DeepSeek-V4.1-Flash native/           # decoded to the config's dtype, nothing rounded
   dsv41 convert import DeepSeek-V4.1-Flash native/ --storage source
+  dsv41 convert import DeepSeek-V4.1-Flash native/ --layout tp=2,pp=4,ep=4 --processes 4
+  torchrun --nnodes 4 --nproc-per-node 2 --no-python dsv41 convert import DeepSeek-V4.1-Flash /shared/native/
   dsv41 convert export native/ out/                          # as it came in: the same bytes where nothing changed
   dsv41 convert export native/ out/ --storage bf16 --shards 10GB
   dsv41 convert export runs/first out/                       # a training run's newest checkpoint, its tokenizer too
   dsv41 convert export native/ out/ --storage released --plain 'layers.*.attn.*'
+  dsv41 convert export native/ out/ --merge adapter/         # with a LoRA adapter added
   dsv41 convert verify DeepSeek-V4.1-Flash                   # names, shapes, scales, non-finite values
   dsv41 convert verify native/ out/                          # compare two, tensor by tensor
 
-An interrupted conversion leaves DST.incomplete; the same command continues it.
+An interrupted conversion leaves DST.incomplete; the same command continues it, with any number of processes.
 """
 
 
@@ -46,8 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--layers", type=int, metavar="N", help="only the first N layers (ids kept, drafts dropped)")
     add("--experts", type=int, metavar="N", help="only the first N experts of every layer")
+    add("--layout", metavar="SIZES", help=convert_layout.HELP)
     add("--tokenizer", help="tokenizer of the checkpoint (default: the one in SRC); its digest is recorded")
-    _add_effort(add)
+    _add_writing(add)
 
     add = actions.add_parser("export", help="native folder -> released folder").add_argument
     add("src", metavar="SRC", help="native folder, training run, or a released folder to store differently")
@@ -61,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--like", metavar="FOLDER", help="where the model came from (default: SRC knows)")
     add("--step", type=int, help="which checkpoint of a training run (default: the newest)")
     add("--shards", help="source, release, or a size such as 5GB per file (default: source with --storage source)")
-    _add_effort(add)
+    add("--merge", metavar="ADAPTER", help="add a LoRA adapter (PEFT's folder), in float32, before storing")
+    _add_writing(add)
 
     add = actions.add_parser("verify", help="check one checkpoint, or compare two").add_argument
     add("a", metavar="A", help="released or native folder; shards may be missing")
@@ -72,27 +79,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_effort(add)
 
 
+def _add_writing(add) -> None:
+    add("--allow-non-finite", action="store_true", help="convert NaN and infinity instead of stopping at them")
+    add(
+        "--processes",
+        type=int,
+        default=1,
+        help="processes on this machine (default: 1, or all of torchrun)",
+    )
+    _add_effort(add)
+
+
 def _add_effort(add) -> None:
-    add("--max-memory", default="4GiB", help="memory to use (default: 4GiB)")
-    add("--workers", type=int, default=0, help="threads (default: one per CPU, at most 8)")
+    add("--max-memory", default="4GiB", help="memory to use on a machine, by all processes (default: 4GiB)")
+    add("--workers", type=int, default=0, help="threads of a process (default: one per CPU, at most 8 on a machine)")
     add("--quiet", action="store_true", help="no progress bar")
 
 
 def run(args: argparse.Namespace) -> int:
     """0 done or whole and equal, 1 verify found something."""
-    if args.action == "import":
-        return _import(args)
-    return _export(args) if args.action == "export" else _verify(args)
+    if args.action == "verify":
+        return _verify(args)
+    return convert_processes.carry_out(_import if args.action == "import" else _export, args)
 
 
-def _import(args: argparse.Namespace) -> int:
+def _import(args: argparse.Namespace, team: Team) -> int:
     from megatron_dsv41.checkpoint.convert import import_checkpoint
-    from megatron_dsv41.checkpoint.truncate import truncate
-    from megatron_dsv41.config import DSV41Config
 
-    config = DSV41Config.load(_folder(args.src))
-    config = truncate(config, args.layers, args.experts)  # fewer Engram layers, other constants
-    digest = hash_digest(args.tokenizer or args.src, config, required=bool(args.tokenizer))
+    config, digest = team.first(lambda: _import_settings(args))
     import_checkpoint(
         args.src,
         args.dst,
@@ -100,55 +114,53 @@ def _import(args: argparse.Namespace) -> int:
         hash_digest=digest,
         layers=args.layers,
         experts=args.experts,
+        layout=convert_layout.parse_layout(args.layout, config) if args.layout else None,
+        finite=not args.allow_non_finite,
         effort=_effort(args),
+        team=team,
     )
-    print(f"imported {args.src} to {args.dst}" + ("" if digest else " (no tokenizer: hash constants not recorded)"))
+    if team.leads:
+        print(f"imported {args.src} to {args.dst}" + ("" if digest else " (no tokenizer: hash constants not recorded)"))
     return 0
 
 
-def _export(args: argparse.Namespace) -> int:
+def _import_settings(args: argparse.Namespace) -> tuple[DSV41Config, str | None]:
+    """The config of what is imported, and the digest of its hash constants."""
+    from megatron_dsv41.checkpoint.truncate import truncate
+    from megatron_dsv41.config import DSV41Config
+
+    config = DSV41Config.load(_folder(args.src))
+    config = truncate(config, args.layers, args.experts)  # fewer Engram layers, other constants
+    if args.layout:
+        convert_layout.parse_layout(args.layout, config)
+    return config, hash_digest(args.tokenizer or args.src, config, required=bool(args.tokenizer))
+
+
+def _export(args: argparse.Namespace, team: Team) -> int:
     from megatron_dsv41.checkpoint.convert import export_checkpoint
 
-    shards = args.shards if args.shards in (None, "source", "release") else parse_size(args.shards)
+    options = {
+        "storage": args.storage,
+        "shards": args.shards if args.shards in (None, "source", "release") else parse_size(args.shards),
+        "plain": args.plain,
+        "merge": args.merge,
+        "finite": not args.allow_non_finite,
+        "effort": _effort(args),
+        "team": team,
+    }
     if (Path(args.src) / "run.yaml").is_file():
-        return _export_run(args, shards)
+        from megatron_dsv41.backends.megatron.run_export import export_run
+
+        step, missing = export_run(args.src, args.dst, step=args.step, like=args.like, **options)
+        note = f" (without the tokenizer: {missing})" if missing else ""
+        if team.leads:
+            print(f"exported step {step} of {args.src} to {args.dst}{note}")
+        return 0
     if args.step is not None:
         raise ValueError(f"--step chooses among the checkpoints of a training run; {args.src} is none")
-    export_checkpoint(
-        _folder(args.src),
-        args.dst,
-        storage=args.storage,
-        like=args.like,
-        shards=shards,
-        plain=args.plain,
-        effort=_effort(args),
-    )
-    print(f"exported {args.src} to {args.dst}")
-    return 0
-
-
-def _export_run(args: argparse.Namespace, shards: ShardPlan | None) -> int:
-    from megatron_dsv41.backends.megatron.run_source import RunSource
-    from megatron_dsv41.checkpoint.convert import export_checkpoint
-    from megatron_dsv41.data.files import write_whole
-
-    source = RunSource(args.src, args.step)
-    export_checkpoint(
-        source,
-        args.dst,
-        config=source.config,
-        storage=args.storage,
-        like=args.like or source.run.train.init_from,
-        shards=shards,
-        plain=args.plain,
-        effort=_effort(args),
-    )
-    print(f"exported step {source.step} of {args.src} to {args.dst}")
-    try:
-        for path in source.tokenizer_files():
-            write_whole(Path(args.dst) / path.name, path.read_bytes())
-    except ValueError as error:  # the weights are exported all the same; the run's data may lie elsewhere by now
-        print(f"the tokenizer was not copied: {error}")
+    export_checkpoint(_folder(args.src), args.dst, like=args.like, **options)
+    if team.leads:
+        print(f"exported {args.src} to {args.dst}")
     return 0
 
 

@@ -11,16 +11,13 @@ from datetime import timedelta
 import torch
 
 from megatron_dsv41.backends.megatron import cpu, patches
+from megatron_dsv41.parallel.environment import adopt_slurm_ranks
 from megatron_dsv41.run_config import Parallel, Run
-
-SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 
 
 def prepare_process() -> None:
     """Rank variables, the CPU runtime where there is no GPU, and the stock fixes. Before importing Megatron."""
-    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ:
-        for ours, theirs in SLURM.items():
-            os.environ[ours] = os.environ[theirs]
+    adopt_slurm_ranks()
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("LOCAL_RANK", "0")
