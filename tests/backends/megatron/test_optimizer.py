@@ -58,14 +58,15 @@ def built(run):
     from megatron_dsv41.backends.megatron.state_dict import local_part
 
     trainer = trainers.create(run)
-    stage = DSV41ModelBuilder(trainer.model_config).build_model(trainer.groups)
+    builder, virtual = DSV41ModelBuilder(trainer.model_config), range(run.parallel.vpp)
+    stages = [builder.build_model(trainer.groups, vp_stage=stage) for stage in virtual]
     layout = trainer.layout
-    parameters = dict(stage.named_parameters())
+    parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(local_part(drawn(name, whole_shape(parameter, layout)), parameter, layout))
     config = OptimizerConfig(optimizer="adam", lr=run.optimizer.lr, clip_grad=run.optimizer.clip)
-    optimizer = MegatronMixedOptimizer(config, [stage], run, layout, trainer.groups)
+    optimizer = MegatronMixedOptimizer(config, stages, run, layout, trainer.groups)
     for group in optimizer.param_groups:
         group["lr"] = group["max_lr"]
     return parameters, optimizer, layout
@@ -137,6 +138,9 @@ def check_layout(steps, arguments, *rest):
         (2, ("parallel.tp=2",)),
         (2, ("parallel.pp=2",)),
         (2, ("parallel.ep=2",)),
+        (2, ("parallel.cp=2",)),
+        (2, ("parallel.pp=2", "parallel.vpp=2")),
+        (2, ("parallel.tp=2", "parallel.etp=2")),
         (4, ("parallel.tp=2", "parallel.sp=true")),
         (4, ("parallel.tp=2", "parallel.pp=2")),
         (4, ("parallel.tp=2", "parallel.sp=true", "parallel.ep=2")),
@@ -246,6 +250,21 @@ def frozen_parts(folder, names):
     biases = [late[name] for name in names if name.endswith(".gate.bias")]
     assert biases and all(bias.dtype is torch.float32 and bias.abs().max() > 0 for bias in biases)
     return {name for name in names if torch.equal(early[name], late[name])}
+
+
+def moved(folder, pattern, first, then):
+    """On a rank: whether tensors under a prefix differ between two steps, weight and momentum alike."""
+    early, late = stored(folder, first), stored(folder, then)
+    names = [name for name in early if name.removeprefix("optimizer.momentum.").startswith(pattern)]
+    assert any(name.startswith("optimizer.") for name in names)
+    return {not torch.equal(early[name], late[name]) for name in names}
+
+
+def test_thawed_parameters_move_from_where_they_stood(home):
+    frozen, overrides = "optimizer.frozen=[layers.5.attn.w*]", ("optimizer.name=published",)
+    assert run_ranks(train, 1, *run_settings(home, "thawed", *overrides, frozen, "train.steps=2")) == [0]
+    assert run_ranks(train, 1, *run_settings(home, "thawed", *overrides)) == [0]
+    assert run_ranks(moved, 1, home / "thawed", "layers.5.attn.w", 2, 4) == [{True}]
 
 
 @pytest.mark.parametrize("name", ["published", "adamw"])

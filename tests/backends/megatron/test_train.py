@@ -67,8 +67,8 @@ def test_loss_falls_and_everything_is_reported(uninterrupted):
 
 
 # Fake quantization, selection and routing are step functions: after a few updates two orders of summation part by more
-# than rounding. Adam divides noise by noise where a gradient is zero but for rounding, unless eps is above that. Without
-# either, curves agree closely.
+# than rounding. Adam divides noise by noise where a gradient is zero but for rounding, unless eps is above that.
+# Without either, curves agree closely.
 SMOOTH = (
     "optimizer.eps=1e-6",
     "phase.window_kv_fp8=false",
