@@ -77,18 +77,12 @@ class Block(nn.Module):
         self, streams_SBND: Tensor, pre_mix_SBN: Tensor, state: SharedState, batch: Batch
     ) -> tuple[Tensor, Tensor, SharedState, Aux]:
         """See class."""
-        collapse, expand = self.ops["mhc.collapse"], self.ops["mhc.expand"]
         if self.plan.has_engram:
             streams_SBND = self.engram(streams_SBND, batch)
-
-        mix = self.attn_hc(streams_SBND)
-        x_SBD = self.attn_norm(collapse(streams_SBND, pre_mix_SBN))
-        y_SBD, state, index = self.attn(x_SBD, state, batch)
-        streams_SBND = expand(y_SBD, streams_SBND, mix.post, mix.comb)
-
-        pre_mix_SBN, mix = mix.pre, self.ffn_hc(streams_SBND)
-        x_SBD = self.ffn_norm(collapse(streams_SBND, pre_mix_SBN))
-        y_SBD, routing = self.ffn(x_SBD, batch)
-        streams_SBND = expand(y_SBD, streams_SBND, mix.post, mix.comb)
+        streams_SBND, x_SBD, mix = self.attn_hc(streams_SBND, pre_mix_SBN)
+        y_SBD, state, index = self.attn(self.attn_norm(x_SBD), state, batch)
+        streams_SBND, x_SBD, mix = self.ffn_hc(streams_SBND, mix.pre, (y_SBD, mix))
+        y_SBD, routing = self.ffn(self.ffn_norm(x_SBD), batch)
+        streams_SBND = self.ops["mhc.expand"](y_SBD, streams_SBND, mix.post, mix.comb)
         aux = Aux(routing.balance_loss, index.loss, routing.expert_load, index.quality)
         return streams_SBND, mix.pre, state.keep(self.live_after), aux

@@ -26,7 +26,11 @@ class Mix(NamedTuple):
 
 
 class HyperConnection(nn.Module):
-    """Predicts a site's coefficients from the streams. Parameters fp32: fn [(2+n)n, n*d], base [(2+n)n], scale [3]."""
+    """What happens between two sublayers, in one pass over the streams: the last one's update, the next one's input and
+    the coefficients after that.
+
+    Parameters fp32: fn [(2+n)n, n*d], base [(2+n)n], scale [3].
+    """
 
     def __init__(self, config: DSV41Config, role: str, primitives: Primitives, ops: Ops):
         super().__init__()
@@ -39,14 +43,22 @@ class HyperConnection(nn.Module):
         self.base = primitives.parameter(base, f"{role}.base")
         self.scale = primitives.parameter(torch.full((3,), INITIAL_SCALE), f"{role}.scale")
 
-    def forward(self, streams_SBND: Tensor) -> Mix:
-        """Streams entering the site -> its Mix."""
+    def forward(
+        self, streams_SBND: Tensor, pre_SBN: Tensor, update: tuple[Tensor, Mix] | None = None
+    ) -> tuple[Tensor, Tensor, Mix]:
+        """(streams [s, b, n, d], site input [s, b, d], the site's Mix).
+
+        pre_SBN: what the site before predicted for this one. update: its output [s, b, d] and its Mix, None where the
+        streams have it already.
+        """
         c = self.config
-        return Mix(
-            *self.ops["mhc.coefficients"](
-                streams_SBND, self.fn, self.base, self.scale, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps
-            )
+        y_SBD, last = update or (None, None)
+        post, comb = (last.post, last.comb) if last else (None, None)
+        weights = (self.fn, self.base, self.scale)
+        streams_SBND, x_SBD, *mix = self.ops["mhc.site"](
+            y_SBD, streams_SBND, post, comb, pre_SBN, *weights, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps
         )
+        return streams_SBND, x_SBD, Mix(*mix)
 
 
 def open_streams(embedded_SBD: Tensor, num_streams: int) -> tuple[Tensor, Tensor]:

@@ -27,10 +27,6 @@ PROVIDERS: dict[str, dict[str, str]] = {
         "ref": "megatron_dsv41.ops.csa2.ref:index_divergence",
         "triton": "megatron_dsv41.ops.csa2.triton_divergence:index_divergence",
     },
-    "mhc.coefficients": {
-        "ref": "megatron_dsv41.ops.mhc.ref:coefficients",
-        "triton": "megatron_dsv41.ops.mhc.triton_site:coefficients",
-    },
     "mhc.collapse": {
         "ref": "megatron_dsv41.ops.mhc.ref:collapse",
         "triton": "megatron_dsv41.ops.mhc.triton_site:collapse",

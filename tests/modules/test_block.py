@@ -14,15 +14,10 @@ from megatron_dsv41.phase import Phase
 from megatron_dsv41.testing.tiny import tiny_config, tiny_model
 
 
-class Constant(torch.nn.Module):
-    """A mixer that always predicts the same coefficients."""
-
-    def __init__(self, pre, post, comb):
-        super().__init__()
-        self.mix = Mix(*(torch.tensor(v)[None, None] for v in (pre, post, comb)))
-
-    def forward(self, streams):
-        return self.mix
+def predict(site, pre, post, comb):
+    """Let a site predict these coefficients, whatever its streams: through Mix alone, the rest stays as it is."""
+    mix = Mix(*(torch.tensor(v)[None, None] for v in (pre, post, comb)))
+    site.register_forward_hook(lambda module, args, output: (*output[:2], mix))
 
 
 class Double(torch.nn.Module):
@@ -40,8 +35,8 @@ def test_two_sites_by_hand():
     block = Block(config, plan_layers(config)[0], Phase(), TorchPrimitives(config, ops), ops, frozenset())
     block.attn_norm = block.ffn_norm = torch.nn.Identity()
     block.attn, block.ffn = Double(), Double()
-    block.attn_hc = Constant([3.0, 5.0], [1.0, 10.0], [[1.0, 2.0], [0.0, 1.0]])
-    block.ffn_hc = Constant([7.0, 11.0], [1.0, 0.0], [[0.0, 1.0], [1.0, 0.0]])
+    predict(block.attn_hc, [3.0, 5.0], [1.0, 10.0], [[1.0, 2.0], [0.0, 1.0]])
+    predict(block.ffn_hc, [7.0, 11.0], [1.0, 0.0], [[0.0, 1.0], [1.0, 0.0]])
     streams = torch.tensor([1.0, 100.0])[None, None, :, None].expand(1, 1, 2, config.hidden_size)
     incoming = torch.tensor([[[1.0, 0.5]]])
 
@@ -74,23 +69,23 @@ def test_final_collapse_uses_the_last_ffn_mix():
         state = SharedState()
         for block in model.layers:
             streams, pre, state, _ = block(streams, pre, state, batch)
-        hidden = (streams * model.layers[-1].ffn_hc(_streams_before_last_ffn(model, ids)).pre[..., None]).sum(2)
+        hidden = (streams * _last_mix(model, ids).pre[..., None]).sum(2)
         logits = model.head(model.norm(hidden)).transpose(0, 1)
     torch.testing.assert_close(logits, output.logits)
 
 
-def _streams_before_last_ffn(model, ids):
+def _last_mix(model, ids):
     seen = {}
-    hook = model.layers[-1].ffn_hc.register_forward_pre_hook(lambda m, args: seen.update(x=args[0]))
+    hook = model.layers[-1].ffn_hc.register_forward_hook(lambda module, args, output: seen.update(mix=output[2]))
     model(ids)
     hook.remove()
-    return seen["x"]
+    return seen["mix"]
 
 
 def test_initial_mixing_keeps_streams_apart():
     config = tiny_config()
     ops = Ops()
     block = Block(config, plan_layers(config)[0], Phase(), TorchPrimitives(config, ops), ops, frozenset())
-    mix = block.attn_hc(torch.randn(2, 1, 4, config.hidden_size))
+    *_, mix = block.attn_hc(torch.randn(2, 1, 4, config.hidden_size), torch.ones(2, 1, 4))
     torch.testing.assert_close(mix.pre.sum(-1), torch.ones(2, 1), rtol=0, atol=0.05)
     assert (mix.comb.diagonal(dim1=-2, dim2=-1) > 0.9).all()

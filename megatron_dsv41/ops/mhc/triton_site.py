@@ -1,7 +1,7 @@
-"""Single-pass mHC in Triton: providers "triton" of mhc.coefficients, collapse, expand and site. For SM80 and later.
+"""Single-pass mHC in Triton: providers "triton" of mhc.collapse, expand and site. For SM80 and later.
 
 `site` does all three in one pass over the streams (the report's single-pass form makes that possible: the site input
-needs the coefficients of the site before). The three single ops run the same kernels with the other parts left out.
+needs the coefficients of the site before). The two single ops run the same kernels with the other parts left out.
 """
 
 # Kernel launches take options (num_warps, maxnreg) that pyright does not see in the kernel's signature.
@@ -193,14 +193,6 @@ def site(
     plan = Plan(y is not None, True, True, iters, eps, rms_eps)
     new, *rest = _run(plan, streams, y=y, post=post, comb=comb, pre=pre, fn=fn, base=base, scale=scale)
     return streams if new is None else new, *rest
-
-
-def coefficients(
-    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iters: int, eps: float, rms_eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Semantics, shapes and dtypes of `mhc.ref.coefficients`."""
-    _check("mhc.coefficients", streams, fn, base, scale)
-    return _run(Plan(False, True, False, iters, eps, rms_eps), streams, fn=fn, base=base, scale=scale)[2:]
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
