@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.ops.documents import Groups
 from megatron_dsv41.ops.registry import Ops
+from megatron_dsv41.ops.routing.permutation import Permutation
 
 
 class Primitives(Protocol):
@@ -172,22 +173,22 @@ class Experts(nn.Module):
 
     def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Weighted sum of the chosen experts, fp32 [T, d], added in expert order."""
+        if self.dense:
+            return self._dense(x_TD, indices_TK, weights_TK)
+        rows = Permutation.of(indices_TK, self.w13.shape[0])
+        share_P = weights_TK.flatten()[rows.pair_P]
+        multiply, swiglu = self.ops["routing.experts"], self.ops["routing.swiglu"]
+        y_PD = multiply(rows.dispatch(x_TD), rows.counts_E, share_P, self.w13, self.w2, self.limit, swiglu)
+        return rows.combine(y_PD, weights_TK.dtype)
+
+    def _dense(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
         share_TE = torch.zeros(x_TD.shape[0], self.w13.shape[0], dtype=weights_TK.dtype, device=x_TD.device)
         share_TE = share_TE.scatter(1, indices_TK, weights_TK)
-        chosen_TE = torch.zeros_like(share_TE, dtype=torch.bool).scatter(1, indices_TK, True)
         y_TD = torch.zeros_like(x_TD, dtype=weights_TK.dtype)
-        for expert in range(self.w13.shape[0]):
-            if self.dense:
-                y_TD = y_TD + self._expert(expert, x_TD, share_TE[:, expert])
-                continue
-            tokens = chosen_TE[:, expert].nonzero()[:, 0]
-            y_TD = y_TD.index_add(0, tokens, self._expert(expert, x_TD[tokens], share_TE[tokens, expert]))
+        for (w1, w3), w2, share_T in zip(self.w13, self.w2, share_TE.T, strict=True):
+            hidden_TF = self.ops["routing.swiglu"](F.linear(x_TD, w1), F.linear(x_TD, w3), self.limit, share_T)
+            y_TD = y_TD + F.linear(hidden_TF, w2).to(y_TD.dtype)
         return y_TD
-
-    def _expert(self, expert: int, x_TD: Tensor, share_T: Tensor) -> Tensor:
-        gate_TF, up_TF = (F.linear(x_TD, weight) for weight in self.w13[expert])
-        hidden_TF = self.ops["routing.swiglu"](gate_TF, up_TF, self.limit, share_T)
-        return F.linear(hidden_TF, self.w2[expert]).to(share_T.dtype)
 
 
 class TorchPrimitives:

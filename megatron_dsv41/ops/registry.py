@@ -64,6 +64,10 @@ PROVIDERS: dict[str, dict[str, str]] = {
         "triton": "megatron_dsv41.ops.quant.triton_fake:fake_fp4",
     },
     "routing.route": {"ref": "megatron_dsv41.ops.routing.ref:route"},
+    "routing.experts": {
+        "ref": "megatron_dsv41.ops.routing.ref:experts",
+        "grouped": "megatron_dsv41.ops.routing.grouped:experts",
+    },
     "routing.swiglu": {
         "ref": "megatron_dsv41.ops.routing.ref:swiglu",
         "triton": "megatron_dsv41.ops.routing.triton_swiglu:swiglu",

@@ -90,7 +90,8 @@ class DispatchedExperts(nn.Module):
         tokens, probs = dispatcher.dispatch_preprocess(x_TD, chosen_TE, probs_TE)
         tokens, probs = dispatcher.token_dispatch(tokens, probs)
         tokens, counts, probs = dispatcher.dispatch_postprocess(tokens, probs)
-        outputs = self._multiply(tokens, counts.tolist(), probs)
+        multiply, swiglu = self.ops["routing.experts"], self.ops["routing.swiglu"]
+        outputs = multiply(tokens, counts, probs, self.w13, self.w2, self.limit, swiglu)
         # Rows travel in the model's dtype and are summed in the dtype of the weights.
         if isinstance(dispatcher, MoEAllGatherTokenDispatcher):
             return dispatcher.combine_postprocess(
@@ -98,13 +99,6 @@ class DispatchedExperts(nn.Module):
             )
         combined = dispatcher.token_combine(dispatcher.combine_preprocess(outputs))
         return dispatcher.combine_postprocess(combined.to(probs.dtype))
-
-    def _multiply(self, tokens_PD: Tensor, counts: list[int], probs_P: Tensor) -> Tensor:
-        outputs = []
-        for expert, (x, share) in enumerate(zip(tokens_PD.split(counts), probs_P.split(counts), strict=True)):
-            gate, up = (F.linear(x, weight) for weight in self.w13[expert])
-            outputs.append(F.linear(self.ops["routing.swiglu"](gate, up, self.limit, share), self.w2[expert]))
-        return torch.cat(outputs)
 
     def _dispatcher(self) -> Any:
         first = self.layout.ep.rank * self.num_local

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,3 +34,23 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None)
     if weight is not None:
         hidden = hidden * weight[..., None]
     return hidden.to(gate.dtype)
+
+
+def experts(
+    x_PD: Tensor,
+    counts_E: Tensor,
+    share_P: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    limit: float,
+    swiglu: Callable[..., Tensor],
+) -> Tensor:
+    """Every expert on its own rows: [P, d] in the dtype of x.
+
+    Rows are sorted by expert, counts int64 [E] of them each; share [P]: routing weights; w13 [E, 2, F, d] (gate, up),
+    w2 [E, d, F]; swiglu: as above.
+    """
+    outputs, counts = [], counts_E.tolist()
+    for (w1, w3), down, x, share in zip(w13, w2, x_PD.split(counts), share_P.split(counts), strict=True):
+        outputs.append(F.linear(swiglu(F.linear(x, w1), F.linear(x, w3), limit, share), down))
+    return torch.cat(outputs)
