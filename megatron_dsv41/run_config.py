@@ -174,12 +174,19 @@ class Checkpoint:
     keep: int | None = None  # newest checkpoints to keep; None: all
     resume: bool = True  # continue from the newest complete checkpoint in `folder`; False: the folder must be new
     optimizer: bool = True  # save the optimizer state too
+    export_interval: int | None = None  # steps between exports in the released layout, into `folder`/exports
+    export_storage: Literal["source", "released", "bf16", "fp32"] | None = None  # None: as train.init_from, or config
 
     def __post_init__(self) -> None:
-        for key in ("interval", "keep"):
+        for key in ("interval", "keep", "export_interval"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"checkpoint.{key} must be positive, got {value}")
+        if self.export_interval is not None and self.export_interval % (self.interval or self.export_interval + 1):
+            raise ValueError(
+                f"checkpoint.export_interval {self.export_interval} must be a multiple of checkpoint.interval "
+                f"({self.interval}): what is exported is a saved checkpoint"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,6 +248,8 @@ class Run:
             )
         if self.train.tokens is not None and self.train.tokens < self.tokens_per_step:
             raise ValueError(f"train.tokens {self.train.tokens} is less than one step of {self.tokens_per_step} tokens")
+        if self.checkpoint.export_storage == "source" and self.train.init_from is None:
+            raise ValueError("checkpoint.export_storage source keeps the storage of train.init_from, which is not set")
         if self.eval.interval is not None and not self.data.valid:
             raise ValueError("eval.interval is set but data.valid is empty: name the validation prefixes")
         if self.min_lr > self.optimizer.lr:

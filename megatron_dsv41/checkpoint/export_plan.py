@@ -126,7 +126,7 @@ class ExportPlan:
         self.origin = origin
         self.storage = storage
         self.finite = finite
-        self.config = _exported_config(config, storage, plain)
+        self.config = _exported_config(_like_origin(config, origin, storage) if origin else config, storage, plain)
         self.bindings = bind(config)
         self._carried = [n for n in origin.folder.tensors if is_carried(n)] if origin else []
         self._carried_storage = {name: storage for name, (_, storage) in carried_tensors(config).items()}
@@ -360,6 +360,18 @@ class ExportPlan:
             return Unit(num_elements(info.shape, rows) * 2, run, name)
 
         yield from (unit(rows) for rows in row_pieces(info.shape, stacked=False))
+
+
+def _like_origin(config: DSV41Config, origin: Origin, storage: ExportStorage | None) -> DSV41Config:
+    """A run's config with what its weights have from their origin: storage, where that is kept, drafts and vision."""
+    named = ("vision", "num_nextn_predict_layers") if any(is_carried(name) for name in origin.folder.tensors) else ()
+    named += ("dtype", "quantization") if storage == "source" else ()
+    fields = [field.name for field in dataclasses.fields(config)]
+    taken = [name for name in fields if name in named or (name.startswith("dspark_") and "vision" in named)]
+    config = dataclasses.replace(config, **{name: getattr(origin.config, name) for name in taken})
+    spelled = ("source", "rope_key")  # how the file says it
+    same = all(getattr(config, name) == getattr(origin.config, name) for name in fields if name not in spelled)
+    return origin.config if same else config
 
 
 def _exported_config(config: DSV41Config, storage: ExportStorage | None, plain: Sequence[str]) -> DSV41Config:

@@ -2,10 +2,12 @@
 
 Megatron writes its torch_dist checkpoint into `.saving/`; when it is complete and on disk it is renamed to
 `iter_0000100/`, and only then the tracker file names it. Everything else in the folder is left over and ignored.
+`files.json` in a checkpoint lists its files with their sizes: one that is lost later is found and named.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -15,8 +17,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_dsv41.checkpoint.distributed import lost_files
+
 STAGING = ".saving"
 TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "files.json"
 MOST_LISTED = 10
 
 
@@ -26,8 +31,37 @@ def checkpoint_path(folder: str | Path, step: int) -> Path:
 
 
 def complete_steps(folder: str | Path) -> list[int]:
-    """Steps of all complete checkpoints in a run's folder, ascending."""
-    found = []
+    """Steps of all complete checkpoints in a run's folder, ascending. One that lost a file is not complete."""
+    return [step for step in _published_steps(folder) if not lost_parts(checkpoint_path(folder, step))]
+
+
+def lost_parts(path: str | Path) -> list[str]:
+    """Files of a checkpoint that are missing or too short, with what is wrong."""
+    path = Path(path)
+    if not (path / MANIFEST).is_file():
+        return lost_files(path)
+    sizes: dict[str, int] = json.loads((path / MANIFEST).read_text())
+    missing = [f"{name} is missing" for name in sizes if not (path / name).is_file()]
+    found = {name: (path / name).stat().st_size for name in sizes if (path / name).is_file()}
+    return missing + [f"{name} has {size} bytes of {sizes[name]}" for name, size in found.items() if size < sizes[name]]
+
+
+def refuse_damaged(folder: str | Path, step: int | None = None) -> None:
+    """ValueError naming the lost file when the checkpoint of `step`, or the newest one, is no longer whole."""
+    published = _published_steps(folder)
+    step = published[-1] if step is None and published else step
+    lost = lost_parts(checkpoint_path(folder, step)) if step is not None and step in published else []
+    if lost:
+        path, more = checkpoint_path(folder, step or 0), f" and {len(lost) - 1} more" if lost[1:] else ""
+        others = [str(other) for other in complete_steps(folder)]
+        raise ValueError(
+            f"checkpoint {path} is damaged: {lost[0]}{more}; bring it back, or remove {path} to use another step "
+            f"({', '.join(others) or 'there is none'})"
+        )
+
+
+def _published_steps(folder: str | Path) -> list[int]:
+    found: list[int] = []
     for path in Path(folder).glob("iter_*"):
         digits = path.name.removeprefix("iter_")
         if digits.isdigit() and all((path / part).is_file() for part in (".metadata", "metadata.json")):
@@ -39,7 +73,7 @@ def open_folder(folder: str | Path, resume: bool) -> int | None:
     """Make the run's folder ready (one rank): the step to resume from, or None for a new run.
 
     The tracker is rewritten to name the newest complete checkpoint, and what a killed save left is deleted.
-    ValueError when the folder holds something and must not be continued.
+    ValueError when the folder holds something and must not be continued, or its newest checkpoint lost a file.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -56,6 +90,7 @@ def open_folder(folder: str | Path, resume: bool) -> int | None:
             )
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / STAGING, ignore_errors=True)
+    refuse_damaged(folder)
     steps = complete_steps(folder)
     if not steps:
         (folder / TRACKER).unlink(missing_ok=True)
@@ -102,6 +137,9 @@ def save(folder: str | Path, step: int, keep: int | None, write: Callable[[str],
 
 def _publish(folder: Path, staging: Path, step: int, keep: int | None) -> None:
     written = staging / checkpoint_path(folder, step).name
+    files = [path for path in written.rglob("*") if path.is_file()]
+    sizes = {str(path.relative_to(written)): path.stat().st_size for path in files}
+    (written / MANIFEST).write_text(json.dumps(sizes, indent=1))
     for path in [*written.rglob("*"), written]:
         _sync(path)
     target = checkpoint_path(folder, step)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_dsv41.backends.megatron.checkpoints import checkpoint_path, complete_steps
+from megatron_dsv41.backends.megatron.checkpoints import checkpoint_path, complete_steps, refuse_damaged
 from megatron_dsv41.checkpoint.distributed import DistributedTensors
 from megatron_dsv41.checkpoint.mapping import bind
 from megatron_dsv41.config import DSV41Config
@@ -28,6 +28,7 @@ class RunSource(DistributedTensors):
     def __init__(self, folder: str | Path, step: int | None = None):
         self.run: Run = load_run(Path(folder) / RUN_FILE)
         self.config: DSV41Config = self.run.architecture()
+        refuse_damaged(folder, step)
         steps = complete_steps(folder)
         if not steps:
             raise ValueError(f"{folder} has no complete checkpoint yet")

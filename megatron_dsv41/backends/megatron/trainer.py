@@ -33,8 +33,10 @@ from megatron_dsv41.backends.megatron.optimizer_mixed import MegatronMixedOptimi
 from megatron_dsv41.backends.megatron.pipeline import Boundaries, communicator
 from megatron_dsv41.backends.megatron.progress import Reporter
 from megatron_dsv41.backends.megatron.router_bias import update_router_biases
+from megatron_dsv41.backends.megatron.run_export import export_due, export_step
 from megatron_dsv41.backends.megatron.shadows import follow_after_steps, follow_owners
 from megatron_dsv41.checkpoint.sources import StateSource
+from megatron_dsv41.checkpoint.team import Team
 from megatron_dsv41.data.check import check_prepared
 from megatron_dsv41.data.files import write_whole
 from megatron_dsv41.data.prepared import cache_key, prepared_paths
@@ -92,6 +94,7 @@ class Trainer:
         self.layout = Layout.of(self.groups, run.parallel.sp)
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         self.reporter = Reporter(run, resume_step or 0, reports=rank == world - 1)
+        self.team = Team() if run.checkpoint.export_interval is None else Team.of_world()
         self.faults = FaultCheck(run.checkpoint.folder)
         self.step_sums: tuple[Tensor, Tensor] | None = None
         self.next_lr = run.learning_rate(resume_step or 0)
@@ -280,6 +283,8 @@ class Trainer:
 
         checkpoints.save(self.run.checkpoint.folder, iteration, self.run.checkpoint.keep, write)
         self.reporter.say(f"saved step {iteration}")
+        if export_due(self.run, iteration):
+            self.reporter.say(f"exported {export_step(self.run, iteration, self.team)}")
 
     def load_checkpoint(self, stock: Any, model: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Compare names and shapes first: what does not fit is listed."""

@@ -1,6 +1,7 @@
 """Reading a run's weights outside of Megatron."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_dsv41 import presets
+from megatron_dsv41.backends.megatron.checkpoints import complete_steps, open_folder
 from megatron_dsv41.backends.megatron.run_source import RunSource
 from megatron_dsv41.checkpoint.convert import export_checkpoint, load_released
 from megatron_dsv41.checkpoint.mapping import bind
@@ -76,3 +78,26 @@ def test_a_run_without_checkpoint(tmp_path):
     (tmp_path / "run.yaml").write_text(run_from_dict(RUN).to_yaml())
     with pytest.raises(ValueError, match="no complete checkpoint yet"):
         RunSource(tmp_path)
+
+
+def test_a_checkpoint_that_lost_a_file_is_not_complete_and_is_named(tmp_path):
+    write_run(tmp_path, 1)
+    write_run(tmp_path, 2)
+    assert complete_steps(tmp_path) == [1, 2]
+    part = next((tmp_path / "iter_0000002").glob("*.distcp"))
+    part.unlink()
+    assert complete_steps(tmp_path) == [1]
+    for use in (lambda: RunSource(tmp_path), lambda: RunSource(tmp_path, 2), lambda: open_folder(tmp_path, True)):
+        with pytest.raises(ValueError, match=rf"iter_0000002 is damaged: {part.name} is missing.* another step \(1\)"):
+            use()
+    assert RunSource(tmp_path, 1).step == 1
+
+
+def test_files_beside_the_tensors_are_missed_too(tmp_path):
+    """Once published, a checkpoint knows all of its files: the optimizer's and Megatron's own, too."""
+    write_run(tmp_path, 1)
+    path = tmp_path / "iter_0000001"
+    (path / "files.json").write_text(json.dumps({file.name: file.stat().st_size for file in path.iterdir()}))
+    assert complete_steps(tmp_path) == [1]
+    (path / "common.pt").unlink()
+    assert complete_steps(tmp_path) == []
