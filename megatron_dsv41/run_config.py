@@ -7,6 +7,7 @@ type, parts that do not fit together. What a backend cannot do is refused by the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import typing
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from megatron_dsv41 import presets
 from megatron_dsv41.config import DSV41Config, nearest
 from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.phase import Phase
+from megatron_dsv41.phase_list import RunPhase, check_names
 from megatron_dsv41.typed_yaml import apply_override, build, copied, plain, read_yaml
 
 
@@ -157,7 +159,7 @@ class Train:
     init_from: str | None = None  # a released Hugging Face folder; None: from scratch
 
     def __post_init__(self) -> None:
-        if (self.steps is None) == (self.tokens is None):
+        if self.steps is not None and self.tokens is not None:
             raise ValueError("train needs exactly one of train.steps and train.tokens")
         for key in ("steps", "tokens", "seed"):
             value = getattr(self, key)
@@ -225,7 +227,10 @@ class Eval:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A whole run. Derived sizes are methods, so that they are computed in one place."""
+    """A whole run. Derived sizes are methods, so that they are computed in one place.
+
+    With `phases` the run walks through them, and its own sections are what every phase starts from.
+    """
 
     model: Model
     data: Data
@@ -233,6 +238,7 @@ class Run:
     train: Train
     checkpoint: Checkpoint
     phase: Phase = dataclasses.field(default_factory=Phase)
+    phases: tuple[RunPhase, ...] = ()
     ops: dict[str, str] = dataclasses.field(default_factory=dict)
     parallel: Parallel = dataclasses.field(default_factory=Parallel)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
@@ -245,6 +251,13 @@ class Run:
         if self.batch.tokens is not None and self.batch.tokens % self.data.seq_length:
             raise ValueError(
                 f"batch.tokens {self.batch.tokens} is not a multiple of data.seq_length {self.data.seq_length}"
+            )
+        given = self.train.steps is not None or self.train.tokens is not None
+        if given == bool(self.phases):
+            raise ValueError(
+                "the length of a run with phases is theirs: remove train.steps and train.tokens"
+                if given
+                else "train needs exactly one of train.steps and train.tokens, or the run a list of phases"
             )
         if self.train.tokens is not None and self.train.tokens < self.tokens_per_step:
             raise ValueError(f"train.tokens {self.train.tokens} is less than one step of {self.tokens_per_step} tokens")
@@ -260,6 +273,8 @@ class Run:
                 f"schedule: warmup {warmup} + stable {stable} + cosine {cosine} steps exceed the run's "
                 f"{self.steps} steps"
             )
+        check_names(self.phases)
+        assert self.legs  # builds, and so checks, the run of every phase
 
     @property
     def sequences_per_step(self) -> int:
@@ -274,6 +289,8 @@ class Run:
     @property
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
+        if self.phases:
+            return sum(phase.num_steps(self.tokens_per_step) for phase in self.phases)
         return self.train.steps or math.ceil(typing.cast(int, self.train.tokens) / self.tokens_per_step)
 
     @property
@@ -292,8 +309,46 @@ class Run:
         """Learning rate at the end."""
         return self.optimizer.lr / 10 if self.schedule.shape == "published" else self.schedule.min_lr
 
+    @functools.cached_property
+    def legs(self) -> tuple[Leg, ...]:
+        """The phases with their places in the run; a run without phases is one leg."""
+        if not self.phases:
+            return (Leg("", 0, self.steps, self, self),)
+        legs, start = [], 0
+        for phase in self.phases:
+            end = start + phase.num_steps(self.tokens_per_step)
+            legs.append(Leg(phase.name, start, end, self._in_phase(phase, end), self))
+            start = end
+        return tuple(legs)
+
+    def _in_phase(self, phase: RunPhase, end: int) -> Run:
+        values = self.to_dict()
+        for section, changes in phase.changes().items():
+            values[section] |= changes
+        values |= {"phases": [], "schedule": {}}
+        values["train"] |= {"steps": end}
+        try:
+            run = build(Run, values)
+        except ValueError as error:
+            raise ValueError(f"phase {phase.name}: {error}") from error
+        if run.tokens_per_step != self.tokens_per_step:
+            raise ValueError(
+                f"phase {phase.name}: sequences of {run.data.seq_length} make a batch of {run.tokens_per_step} tokens, "
+                f"the run's has {self.tokens_per_step}: set batch.tokens instead of batch.sequences"
+            )
+        return run
+
     def learning_rate(self, step: int) -> float:
-        """Learning rate of the update that ends step `step` (1-based count of finished steps before it: `step`)."""
+        """Learning rate of the update after `step` finished steps."""
+        number = next((i for i, leg in enumerate(self.legs) if step < leg.end), len(self.legs) - 1)
+        segment = self.phases[number].lr if self.phases else None
+        if segment is None:
+            return self._scheduled_rate(step)
+        leg, before = self.legs[number], self.phases[number - 1].lr if number else None
+        reached = before.end if before else self._scheduled_rate(leg.start)
+        return segment.at(min(1.0, (step - leg.start) / leg.steps), reached)
+
+    def _scheduled_rate(self, step: int) -> float:
         warmup, stable, cosine = self.lr_steps
         peak, low = self.optimizer.lr, self.min_lr
         if warmup and step <= warmup:
@@ -315,6 +370,25 @@ class Run:
     def to_yaml(self) -> str:
         """The run file of this run. `run_from_dict(yaml)` gives an equal value."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leg:
+    """One phase in its place: steps start + 1 .. end of the whole run, and the run as it is meanwhile.
+
+    `run` has no phases of its own and counts its steps from the beginning of the whole.
+    """
+
+    name: str
+    start: int
+    end: int
+    run: Run = dataclasses.field(repr=False)
+    whole: Run = dataclasses.field(repr=False)
+
+    @property
+    def steps(self) -> int:
+        """Its own steps."""
+        return self.end - self.start
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:

@@ -37,9 +37,15 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     *sections, last = key.split(".")
     if sections[:1] == ["ops"] or sections[:1] == ["megatron"]:
         sections, last = sections[:1], ".".join([*sections[1:], last])  # "ops.csa2.select" is one key
-    place = values
+    place: Any = values
     for section in sections:
+        if isinstance(place, list):
+            place = _entry(place, section, override)
+            continue
         inner = place.get(section)
+        if isinstance(inner, list):
+            place[section] = place = [copied(entry) for entry in inner]
+            continue
         if inner is not None and not isinstance(inner, dict):
             raise ValueError(f"override {override!r}: {section} is a value, not a section")
         place = place.setdefault(section, {}) if inner is not None else _renew(place, section)
@@ -47,6 +53,14 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         place[last] = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"override {override!r}: the value is not valid YAML: {error}") from error
+
+
+def _entry(entries: list[Any], number: str, override: str) -> Any:
+    if not number.isdigit() or int(number) >= len(entries):
+        raise ValueError(
+            f"override {override!r}: {override.split('.')[0]} has {len(entries)} entries, there is no {number}"
+        )
+    return entries[int(number)]
 
 
 def _renew(place: dict[str, Any], section: str) -> dict[str, Any]:
@@ -92,7 +106,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{where} must be a list, got {value!r}")
-        return tuple(_convert(arguments[0], v, where) for v in value)
+        return tuple(_convert(arguments[0], v, _dotted(where, str(number))) for number, v in enumerate(value))
     return _scalar(kind, value, where)
 
 

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_dsv41.experiments.flops import flops_per_token
 from megatron_dsv41.experiments.memory import Layout
 from megatron_dsv41.experiments.planning import describe_memory, describe_model, describe_optimizer
 from megatron_dsv41.optim.groups import group_parameters
 from megatron_dsv41.presets import PRESETS
-from megatron_dsv41.run_config import Run, load_run, run_from_dict
+from megatron_dsv41.run_config import Leg, Run, load_run, run_from_dict
 
 HELP = "show layers, parameters, memory per rank, tokens and learning rate of a run, without starting it"
 BARS = "▁▂▃▄▅▆▇█"
@@ -48,27 +49,58 @@ def run(args: argparse.Namespace) -> int:
 
 def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) -> dict[str, Any]:
     """Everything that `dsv41 plan` shows, as plain values. Raises ValueError for a layout that cannot be."""
-    config = planned.architecture()
-    layout = _layout(planned, ranks)
-    report = describe_model(config, planned.phase, planned.data.seq_length)
+    config, first = planned.architecture(), planned.legs[0].run
+    ranks = ranks or max(_fewest_ranks(leg.run) for leg in planned.legs)
+    layout = _layout(first, ranks)
+    report = describe_model(config, first.phase, first.data.seq_length)
     if planned.optimizer.name != "adamw":
         report["optimizer"] = groups = _describe_updates(planned)
         state = sum(group["state_bytes"] * group["parameters"] for group in groups)
         layout = dataclasses.replace(layout, state_bytes=state / sum(group["parameters"] for group in groups))
     report["memory"] = describe_memory(config, layout)
+    if planned.phases:
+        report["phases"] = [_describe_leg(leg, ranks, layout.state_bytes) for leg in planned.legs]
     if with_schedule:
-        flops = report["flops_per_token"]["training"]
         warmup, stable, cosine = planned.lr_steps
-        corners = sorted({0, 1, warmup, warmup + stable, warmup + stable + cosine, planned.steps})
+        ends = {end for leg in planned.legs for end in (leg.start, leg.end)}
+        corners = sorted({0, 1, warmup, warmup + stable, warmup + stable + cosine, planned.steps} | ends)
         report["schedule"] = {
             "steps": planned.steps,
             "tokens_per_step": planned.tokens_per_step,
             "tokens": planned.steps * planned.tokens_per_step,
-            "flops": planned.steps * planned.tokens_per_step * sum(flops.values()),
+            "flops": sum(_training_flops(leg) for leg in planned.legs),
             "learning_rate": [[step, planned.learning_rate(step)] for step in corners if step <= planned.steps],
             "curve": [planned.learning_rate(step) for step in _evenly(planned.steps)],
         }
     return report
+
+
+def _training_flops(leg: Leg) -> float:
+    run = leg.run
+    return (
+        leg.steps
+        * run.tokens_per_step
+        * flops_per_token(run.architecture(), run.data.seq_length, run.phase).training_total
+    )
+
+
+def _describe_leg(leg: Leg, ranks: int, state_bytes: float) -> dict[str, Any]:
+    run = leg.run
+    layout = dataclasses.replace(_layout(run, ranks), state_bytes=state_bytes)
+    memory = describe_memory(run.architecture(), layout)
+    phase = next(phase for phase in leg.whole.phases if phase.name == leg.name)
+    return {
+        "name": leg.name,
+        "steps": [leg.start + 1, leg.end],
+        "tokens": leg.steps * run.tokens_per_step,
+        "seq_length": run.data.seq_length,
+        "sequences": run.sequences_per_step,
+        "learning_rate": [leg.whole.learning_rate(leg.start), leg.whole.learning_rate(leg.end - 1)],
+        "layout": memory["layout"],
+        "gigabytes": max(stage["total"] for stage in memory["stages"]) / 1e9,
+        "flops": _training_flops(leg),
+        "changes": phase.changes(),
+    }
 
 
 def _describe_updates(planned: Run) -> list[dict[str, Any]]:
@@ -101,7 +133,7 @@ def _planned_run(args: argparse.Namespace) -> Run:
 def _layout(planned: Run, ranks: int | None) -> Layout:
     parallel = planned.parallel
     least = parallel.tp * parallel.pp * parallel.cp
-    world = ranks or max(least, parallel.pp * parallel.ep * parallel.expert_tp)
+    world = ranks or _fewest_ranks(planned)
     if world % least:
         raise ValueError(f"{world} ranks are not a multiple of tp x pp x cp = {least}")
     data = world // least
@@ -131,6 +163,11 @@ def _layout(planned: Run, ranks: int | None) -> Layout:
     )
 
 
+def _fewest_ranks(planned: Run) -> int:
+    parallel = planned.parallel
+    return max(parallel.tp * parallel.pp * parallel.cp, parallel.pp * parallel.ep * parallel.expert_tp)
+
+
 def _evenly(steps: int) -> list[int]:
     return sorted({max(1, round(steps * i / (CURVE_WIDTH - 1))) for i in range(CURVE_WIDTH)})
 
@@ -152,6 +189,10 @@ def _print(report: dict[str, Any]) -> None:
     if "optimizer" in report:
         console.print("[bold]Updates[/bold]")
         console.print(_update_table(report["optimizer"]))
+        console.print()
+    if "phases" in report:
+        console.print("[bold]Phases[/bold]")
+        console.print(_phase_table(report["phases"]))
         console.print()
     if "schedule" in report:
         _print_schedule(console, report["schedule"])
@@ -223,6 +264,28 @@ def _update_table(groups: list[dict[str, Any]]) -> Any:
     ]
     columns = ("parameter", "update", "decay", "lr x", "tensors", "of each, matrices", "elements", "state B/element")
     return _table(columns, rows, left=(0, 1, 5))
+
+
+def _phase_table(phases: list[dict[str, Any]]) -> Any:
+    axes = {"tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep"}
+    rows = [
+        (
+            phase["name"],
+            "{:,} to {:,}".format(*phase["steps"]),
+            _short(phase["tokens"]),
+            f"{phase['seq_length']:,} x {phase['sequences']:,}",
+            "{:.3g} to {:.3g}".format(*phase["learning_rate"]),
+            " ".join(f"{short}{phase['layout'][axis]}" for axis, short in axes.items() if phase["layout"][axis] > 1)
+            or "-",
+            f"{phase['gigabytes']:.3g}",
+            " ".join(
+                f"{section}.{key}={value}" for section, keys in phase["changes"].items() for key, value in keys.items()
+            ),
+        )
+        for phase in phases
+    ]
+    columns = ("phase", "steps", "tokens", "sequence x batch", "rate", "layout", "GB/rank", "changes")
+    return _table(columns, rows, left=(0, 1, 7))
 
 
 def _memory_title(layout: dict[str, Any]) -> str:

@@ -114,26 +114,17 @@ def megatron_arguments(run: Run, data_parallel_size: int) -> list[str]:
 
 
 def _optimizer_arguments(run: Run) -> dict[str, Any]:
-    optimizer, (warmup, stable, cosine) = run.optimizer, run.lr_steps
-    values = {
+    optimizer = run.optimizer
+    return {
         "optimizer": "adam",
         "lr": optimizer.lr,
-        "min-lr": run.min_lr,
         "adam-beta1": optimizer.beta1,
         "adam-beta2": optimizer.beta2,
         "adam-eps": optimizer.eps,
         "weight-decay": optimizer.weight_decay,
         "clip-grad": optimizer.clip,
-        "lr-warmup-iters": warmup,
-        # Megatron's WSD with a cosine tail is: warm-up, constant, cosine, constant at min_lr.
-        "lr-decay-iters": max(warmup + stable + cosine, warmup + 1),
-        "override-opt-param-scheduler": True,  # the run file says what the schedule is, also after a resume
+        "lr-decay-style": "constant",  # RunScheduler knows the rates
     }
-    if cosine:
-        values |= {"lr-decay-style": "WSD", "lr-wsd-decay-style": "cosine", "lr-wsd-decay-iters": cosine}
-    else:
-        values |= {"lr-decay-style": "constant"}
-    return values
 
 
 def _checkpoint_arguments(run: Run) -> dict[str, Any]:

@@ -44,8 +44,8 @@ class MicroBatch:
     index: int  # 0-based place in the step
 
 
-def build_datasets(run: Run, tokenizer: TokenizerIdentity, cache: str) -> tuple[Any, Any]:
-    """(train, valid) sample sources; valid is None where the run has none. Collective: all ranks call it."""
+def build_datasets(run: Run, steps: int, tokenizer: TokenizerIdentity, cache: str) -> tuple[Any, Any]:
+    """(train, valid) sample sources for `steps` training steps; valid is None where the run has none. Collective."""
     config = GPTDatasetConfig(
         random_seed=run.train.seed,
         sequence_length=run.data.seq_length,
@@ -58,7 +58,7 @@ def build_datasets(run: Run, tokenizer: TokenizerIdentity, cache: str) -> tuple[
         path_to_cache=cache,
         mid_level_dataset_surplus=0.005,
     )
-    samples = [run.steps * run.sequences_per_step, run.eval.batches * run.sequences_per_step, 0]
+    samples = [steps * run.sequences_per_step, run.eval.batches * run.sequences_per_step, 0]
     if not run.eval.interval:
         samples[1] = 0
     train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, config).build()

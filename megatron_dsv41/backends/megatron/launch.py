@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -62,6 +63,16 @@ def create_groups(parallel: Parallel) -> None:
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.expert_tp,
     )
+
+
+def release() -> None:
+    """Take back what `create_groups` and Megatron's trainer keep for the whole process, so that it can start again."""
+    from megatron.training.training import destroy_global_state
+
+    destroy_global_state()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def check_world(run: Run, world_size: int) -> int:

@@ -59,7 +59,7 @@ class MegatronMixedOptimizer(MegatronOptimizer):
             self.mine += zip(mine, tensors, strict=True)
             entry = optimizer_group(group, tensors, [part.place for part in mine])
             # What Megatron's scheduler reads: it sets `lr` and `weight_decay` before every step.
-            entry |= {"max_lr": run.optimizer.lr * group.lr, "min_lr": run.min_lr * group.lr}
+            entry |= {"max_lr": run.optimizer.lr * group.lr, "min_lr": 0.0}
             entry |= {"wd_mult": float(group.decay > 0), "default_config": group.lr == 1.0}
             param_groups.append(entry)
         super().__init__(MixedOptimizer(param_groups, run.optimizer), config)

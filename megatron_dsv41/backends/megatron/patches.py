@@ -95,6 +95,7 @@ HOOKS = {
     "evaluate": "returns the validation loss to a function that only prints it",
     "save_checkpoint": "writes in place: killed inside, it leaves a torn tracker file and a torn folder",
     "load_checkpoint": "reports a wrong tensor after half an hour, or not at all",
+    "get_optimizer_param_scheduler": "counts samples, whose length in tokens changes with the phase",
     "get_megatron_optimizer": "builds only optimizers of its own",
     "get_megatron_optimizer_config": "derives weight decay from shapes instead of names",
 }

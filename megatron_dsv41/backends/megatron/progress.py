@@ -26,6 +26,7 @@ class Reporter:
     run: Run
     resume_step: int
     reports: bool
+    recorded: Run | None = None  # what wandb keeps as the run's settings; None: `run`
     out: Any = dataclasses.field(default_factory=lambda: sys.__stdout__)
 
     def __post_init__(self) -> None:
@@ -48,7 +49,7 @@ class Reporter:
                     entity=logging.entity,
                     name=logging.name,
                     tags=logging.tags,
-                    config=self.run.to_dict(),
+                    config=(self.recorded or self.run).to_dict(),
                 )
 
     def start(self) -> None:

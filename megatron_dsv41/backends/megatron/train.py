@@ -22,7 +22,7 @@ def train(run: Run) -> int:
         with launch.world():
             from megatron_dsv41.backends.megatron import trainer
 
-            return trainer.create(run).pretrain()
+            return trainer.walk(run)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ from megatron_dsv41.backends.megatron.pipeline import Boundaries, communicator
 from megatron_dsv41.backends.megatron.progress import Reporter
 from megatron_dsv41.backends.megatron.router_bias import update_router_biases
 from megatron_dsv41.backends.megatron.run_export import export_due, export_step
+from megatron_dsv41.backends.megatron.schedule import RunScheduler, clear_frozen, thaw
 from megatron_dsv41.backends.megatron.shadows import follow_after_steps, follow_owners
 from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.checkpoint.team import Team
@@ -45,7 +46,7 @@ from megatron_dsv41.data.tokenizer import open_tokenizer
 from megatron_dsv41.experiments.flops import count_parameters
 from megatron_dsv41.modules.engram import EngramHash
 from megatron_dsv41.ops.registry import Ops
-from megatron_dsv41.run_config import Run, load_run
+from megatron_dsv41.run_config import Leg, Run, load_run
 
 HASH_FILE = "engram_hash"  # beside run.yaml: the digest of the Engram constants of the run's weights
 
@@ -71,10 +72,12 @@ class Checked:
 
 
 class Trainer:
-    """One run on this rank."""
+    """One phase of a run on this rank. Where a run has no phases, the run."""
 
-    def __init__(self, run: Run, checked: Checked):
-        self.run, self.corpus, self.resume_step = run, checked.corpus, checked.resume_step
+    def __init__(self, leg: Leg, checked: Checked):
+        self.leg, self.run, self.stopped = leg, leg.run, False
+        run = self.run
+        self.corpus, self.resume_step = checked.corpus, checked.resume_step
         corpus, resume_step = self.corpus, self.resume_step
         self.architecture = run.architecture()
         self.arguments = parse_megatron(run, checked.data_parallel_size)
@@ -87,25 +90,27 @@ class Trainer:
             boundaries=Boundaries.of(self.architecture, run.phase, run.parallel, run.batch.micro, run.data.seq_length),
             vocab_size=self.architecture.vocab_size,
         )
+        self.model_config.pre_wrap_hooks.append(self.thaw)
         if checked.weights is not None:
             weights = checked.weights
             self.model_config.pre_wrap_hooks.append(lambda stages: load_weights(stages, weights))
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.layout = Layout.of(self.groups, run.parallel.sp)
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-        self.reporter = Reporter(run, resume_step or 0, reports=rank == world - 1)
+        self.reporter = Reporter(run, resume_step or 0, reports=rank == world - 1, recorded=leg.whole)
         self.team = Team() if run.checkpoint.export_interval is None else Team.of_world()
         self.faults = FaultCheck(run.checkpoint.folder)
         self.step_sums: tuple[Tensor, Tensor] | None = None
-        self.next_lr = run.learning_rate(resume_step or 0)
+        self.next_lr = leg.whole.learning_rate(resume_step or 0)
 
     def pretrain(self) -> int:
-        """Train to the end, or to a signal; the exit status."""
+        """Train to the end of the phase, or to a signal (`stopped`); the exit status."""
         self.reporter.say(self._layout())
         hooks = {
             "initialize_megatron": lambda stock, **kw: stock(**kw, allow_no_cuda=not torch.cuda.is_available()),
             "num_floating_point_operations": lambda stock, *a, **kw: 0.0,
-            "get_megatron_optimizer_config": lambda stock, a: (stock(a)[0], optimizer.group_overrides(self.run)),
+            "get_megatron_optimizer_config": lambda stock, a: (stock(a)[0], optimizer.group_overrides(self.leg)),
+            "get_optimizer_param_scheduler": lambda stock, o: RunScheduler(o, self.leg, self.resume_step or 0),
             "get_megatron_optimizer": self.build_optimizer,
             "training_log": self.training_log,
             "evaluate": self.evaluate,
@@ -125,23 +130,28 @@ class Trainer:
                 )
             status = 0
         except SystemExit as stop:  # how pretrain() ends after SIGTERM
-            status = int(stop.code or 0)
+            self.stopped, status = True, int(stop.code or 0)
         finally:
             self.reporter.close(status)
         return status
+
+    def thaw(self, stages: Any) -> Any:
+        """Before the model is wrapped."""
+        thaw(stages, self.leg.whole)
+        return stages
 
     # --- data ---------------------------------------------------------------------------------------------------
 
     def feeds(self, samples: Any, vp_stage: int | None = None) -> tuple[StepFeed, StepFeed | None, None]:
         """Megatron's dataset provider: (train, valid, test)."""
-        run, arguments = self.run, self.arguments
+        run, done = self.run, (self.resume_step or 0) - self.leg.start
         cache = run.data.cache or str(Path(run.checkpoint.folder) / "index_cache")
         identity = TokenizerIdentity(self.corpus.eod_id, self.corpus.digest)
-        train, valid = build_datasets(run, identity, cache)
+        train, valid = build_datasets(run, self.leg.steps, identity, cache)
         self.reporter.start()
         micro_batches = run.sequences_per_step // (run.batch.micro * self.groups.dp.size())
         return (
-            self._feed(train, get_num_microbatches, start=arguments.consumed_train_samples),
+            self._feed(train, get_num_microbatches, start=done * run.sequences_per_step),
             self._feed(valid, lambda: micro_batches, period=run.eval.batches * run.sequences_per_step)
             if valid is not None
             else None,
@@ -187,7 +197,7 @@ class Trainer:
         """Megatron's forward step: the stage's output and how the last stage turns it into a loss."""
         batch: MicroBatch = next(feed)
         step = self.arguments.curr_iteration + 1
-        index_scale = self.run.phase.index_scale(step)
+        index_scale = self.run.phase.index_scale(step - self.leg.start)
         probes = self.run.logging.index_probes if self.reporter.logs(step) else 0
         output = model(batch.input_ids_BS, batch.documents, batch.labels_BS, index_scale=index_scale, probes=probes)
         return output, lambda losses_BS: self._loss(losses_BS, batch, model.training)
@@ -210,6 +220,7 @@ class Trainer:
         finalize_model_grads(model, num_tokens, **kwargs)
         self.faults.check(self.arguments.curr_iteration + 1, model)
         stages: list[DSV41Model] = unwrap_model(model)
+        clear_frozen(stages, self.leg)
         speed = self.run.phase.router_bias_speed
         self.step_sums = update_router_biases(stages, speed, self.groups.dp_cp, self.groups.pp)
 
@@ -262,7 +273,8 @@ class Trainer:
         sizes = dataclasses.asdict(run.parallel)
         split = " ".join(f"{axis} {sizes[axis]}" for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"))
         start = f"step {self.resume_step}" if self.resume_step else run.train.init_from or "scratch"
-        return (
+        phase = f"phase {self.leg.name}: steps {self.leg.start + 1} to {self.leg.end}\n" if self.leg.name else ""
+        return phase + (
             f"{count_parameters(self.architecture).backbone:,} backbone parameters, {run.train.precision}, "
             f"{world} x {launch.device().type}: dp {self.groups.dp.size()} {split}; from {start}\n"
             f"batch {run.sequences_per_step} x {run.data.seq_length} = {run.tokens_per_step} tokens, {run.steps} steps "
@@ -298,27 +310,55 @@ class Trainer:
             _check_same_hash(known, self.corpus, self.run.checkpoint.folder)
             torch.distributed.barrier()
             if torch.distributed.get_rank() == 0:
-                _record_run(self.run, self.corpus)
+                _record_run(self.leg.whole, self.corpus)
         found = stock(model, *args, **kwargs)
         follow_owners(unwrap_model(model), self.groups.pp)
         return found
 
 
-def create(run: Run) -> Trainer:
+def walk(run: Run) -> int:
+    """Train through the phases that are left; the exit status. Collective.
+
+    Between two phases everything but the process is built anew, from the checkpoint at the end of the first: a run that
+    crosses from one to the next does what a run that is resumed there does.
+    """
+    for leg in run.legs:
+        check_settings(leg.run)
+    step = on_first(lambda: max(checkpoints.complete_steps(run.checkpoint.folder), default=0))
+    status = 0
+    for leg in [leg for leg in run.legs if leg.end > step] or run.legs[-1:]:
+        trainer = create(leg)
+        status = trainer.pretrain()
+        if status or trainer.stopped:
+            break
+        del trainer
+        launch.release()
+    return status
+
+
+def create(run: Run | Leg) -> Trainer:
     """Check everything that can be checked, then build the trainer. Collective; errors are the same on every rank."""
-    checked = check(run)
-    launch.create_groups(run.parallel)
-    return Trainer(run, checked)
+    leg = run if isinstance(run, Leg) else run.legs[0]
+    checked = check(leg)
+    launch.create_groups(leg.run.parallel)
+    return Trainer(leg, checked)
 
 
-def check(run: Run) -> Checked:
-    """What can be found wrong before anything is built. Collective; ValueError or OSError on every rank alike."""
+def check_settings(run: Run) -> int:
+    """What can be found wrong without looking at files: ValueError. The data-parallel size."""
     data_parallel_size = launch.check_world(run, torch.distributed.get_world_size())
     refuse_unsupported(run)
     check_megatron_names(run)
     Ops(run.ops)
-    corpus = on_first(lambda: open_corpus(run))
-    resume_step = on_first(lambda: _open_run(run, corpus))
+    return data_parallel_size
+
+
+def check(leg: Leg) -> Checked:
+    """What can be found wrong before anything is built. Collective; ValueError or OSError on every rank alike."""
+    run, whole = leg.run, leg.whole
+    data_parallel_size = check_settings(run)
+    corpus = on_first(lambda: open_corpus(whole))
+    resume_step = on_first(lambda: _open_run(whole, leg.start, corpus))
     weights = None
     if run.train.init_from and resume_step is None:
         weights = open_weights(run.train.init_from, run.architecture())
@@ -326,9 +366,9 @@ def check(run: Run) -> Checked:
     return Checked(corpus, data_parallel_size, resume_step, weights)
 
 
-def _open_run(run: Run, corpus: Corpus) -> int | None:
+def _open_run(run: Run, start: int, corpus: Corpus) -> int | None:
     folder = Path(run.checkpoint.folder)
-    step = checkpoints.open_folder(folder, run.checkpoint.resume)
+    step = checkpoints.open_folder(folder, run.checkpoint.resume or start > 0)
     if step is not None and step >= run.steps:
         raise ValueError(f"{folder} already holds step {step} of {run.steps}: raise train.steps to go on")
     if step is not None and run.checkpoint.optimizer:
@@ -395,12 +435,16 @@ def refuse_unsupported(run: Run) -> None:
 
 
 def open_corpus(run: Run) -> Corpus:
-    """Check all prepared files of the run, which must be of one tokenizer."""
+    """Check all prepared files of the run's phases, which must be of one tokenizer."""
     config = run.architecture()
-    prefixes = [*run.data.train, *run.data.valid]
+    lengths: dict[str, int] = {}
+    for data in (leg.run.data for leg in run.legs):
+        for prefix in (*data.train, *data.valid):
+            lengths[prefix] = max(lengths.get(prefix, 0), data.seq_length)
+    prefixes = list(lengths)
     tokenizer = open_tokenizer(run.data.tokenizer).sha256 if run.data.tokenizer else None
-    for prefix in prefixes:
-        sidecar = check_prepared(prefix, config, tokenizer_sha256=tokenizer, min_tokens=run.data.seq_length + 1)
+    for prefix, length in lengths.items():
+        sidecar = check_prepared(prefix, config, tokenizer_sha256=tokenizer, min_tokens=length + 1)
         tokenizer = sidecar.tokenizer_sha256
     token_map = load_token_map(prepared_paths(prefixes[0]).token_map, config)
     digest = EngramHash(config, token_map.ids).digest
