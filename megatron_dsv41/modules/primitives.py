@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.ops.documents import Groups
+from megatron_dsv41.ops.head.ref import WHOLE, VocabularyPart
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.ops.routing.permutation import Permutation
 
@@ -43,6 +44,11 @@ class Primitives(Protocol):
 
     def embedding(self, vocab_size: int, dim: int) -> nn.Module:
         """ids int64 [...] -> [..., dim]; weight [vocab_size, dim]."""
+        ...
+
+    def head(self, dim: int, vocab_size: int) -> nn.Module:
+        """x [..., dim] -> fp32 logits [..., local part of the vocabulary]; (x [T, dim], labels int64 [T]) -> fp32
+        losses [T]; weight [vocab_size, dim]. Its input passes `enter_site` and `fan_out`."""
         ...
 
     def experts(self, config: DSV41Config) -> nn.Module:
@@ -112,6 +118,22 @@ class Linear(nn.Module):
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             return F.linear(x.to(wide), self.weight.to(wide))
         return F.linear(x, self.weight)
+
+
+class Head(Linear):
+    """Output projection with fp32 logits, or the losses of labels straight from the hidden state."""
+
+    part: VocabularyPart = WHOLE
+
+    def __init__(self, dim: int, vocab_size: int, dtype: torch.dtype, std: float, ops: Ops):
+        super().__init__(dim, vocab_size, dtype, std, fp32=True)
+        self.ops = ops
+
+    def forward(self, x: Tensor, labels_T: Tensor | None = None) -> Tensor:
+        """x [..., dim] -> logits [..., vocab]; with labels int64 [T], x [T, dim] -> losses fp32 [T]."""
+        if labels_T is None:
+            return super().forward(x)
+        return self.ops["head.losses"](x, self.weight, labels_T, self.part)
 
 
 class GroupedLinear(nn.Module):
@@ -221,6 +243,10 @@ class TorchPrimitives:
     def embedding(self, vocab_size: int, dim: int) -> nn.Module:
         """See Primitives."""
         return Table(vocab_size, dim, self.dtype, self.config.initializer_range)
+
+    def head(self, dim: int, vocab_size: int) -> nn.Module:
+        """See Primitives."""
+        return Head(dim, vocab_size, self.dtype, self.config.initializer_range, self.ops)
 
     def experts(self, config: DSV41Config) -> nn.Module:
         """See Primitives."""

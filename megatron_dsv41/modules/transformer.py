@@ -139,7 +139,7 @@ class Transformer(nn.Module):
             Block(config, plan, phase, primitives, self.ops, live_at(plans, plan.layer + 1)) for plan in plans
         )
         self.norm = primitives.norm("norm", config.hidden_size, config.rms_norm_eps)
-        self.head = primitives.linear("head", config.hidden_size, config.vocab_size, fp32=True)
+        self.head = primitives.head(config.hidden_size, config.vocab_size)
 
     def forward(
         self,

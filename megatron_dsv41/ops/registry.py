@@ -43,6 +43,10 @@ PROVIDERS: dict[str, dict[str, str]] = {
         "ref": "megatron_dsv41.ops.engram.ref:gate",
         "triton": "megatron_dsv41.ops.engram.triton_gate:gate",
     },
+    "head.losses": {
+        "ref": "megatron_dsv41.ops.head.ref:losses",
+        "blocked": "megatron_dsv41.ops.head.blocked:losses",
+    },
     "norm.rms_norm": {
         "ref": "megatron_dsv41.ops.norm.ref:rms_norm",
         "triton": "megatron_dsv41.ops.norm.triton_rms:rms_norm",

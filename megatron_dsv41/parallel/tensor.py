@@ -94,3 +94,15 @@ def leave_site(part_SBD: Tensor, group: ProcessGroup | None, sequence: bool) -> 
 def sum_parts(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum over the processes, without gradient."""
     return x if group is None else _summed(x.detach(), group)
+
+
+def max_parts(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Elementwise maximum over the processes, without gradient."""
+    largest = x.detach().clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest
+
+
+def sum_replicated(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the processes, of which every process makes the same loss: the gradient comes back unchanged."""
+    return _Sum.apply(x, group)

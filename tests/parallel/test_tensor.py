@@ -1,10 +1,14 @@
-"""The four moves of tensor parallelism: an example block, split over ranks, equals the block on one."""
+"""The moves of tensor parallelism: an example block and the head, split over ranks, equal those on one."""
+
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dsv41.parallel.tensor import enter_site, fan_out, leave_site, sum_parts
+from megatron_dsv41.ops.head import blocked, ref
+from megatron_dsv41.ops.head.ref import VocabularyPart
+from megatron_dsv41.parallel.tensor import enter_site, fan_out, leave_site, max_parts, sum_parts, sum_replicated
 from megatron_dsv41.testing.distributed import run_ranks
 
 S, B, D, F = 4, 2, 3, 8
@@ -50,6 +54,33 @@ def check_site(sequence):
 @pytest.mark.parametrize("size", [2, 4])
 def test_split_site_equals_whole_site(size, sequence):
     run_ranks(check_site, size, sequence)
+
+
+def check_losses(block):
+    """On a rank: its rows of the vocabulary give the losses and gradients of the whole."""
+    blocked.BLOCK = block
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, D, dtype=torch.float64, generator=generator).requires_grad_()
+    weight = torch.randn(20, D, dtype=torch.float64, generator=generator).requires_grad_()
+    labels, share = torch.arange(9) * 2, torch.linspace(0, 1, 9, dtype=torch.float64)
+    whole = ref.losses(x, weight, labels)
+    (whole * share).sum().backward()
+    rows = slice(rank * 20 // size, (rank + 1) * 20 // size)
+    part = VocabularyPart(
+        rows.start, *(functools.partial(reduce, group=group) for reduce in (max_parts, sum_replicated))
+    )
+    for losses in (ref.losses, blocked.losses):
+        x_mine, weight_mine = (t.detach().clone().requires_grad_() for t in (x, weight[rows]))
+        found = losses(fan_out(x_mine, group), weight_mine, labels, part)
+        torch.testing.assert_close(found, whole)
+        (found * share).sum().backward()
+        torch.testing.assert_close(x_mine.grad, x.grad)
+        torch.testing.assert_close(weight_mine.grad, weight.grad[rows])
+
+
+def test_losses_of_a_split_vocabulary():
+    run_ranks(check_losses, 2, 3)
 
 
 def test_one_process_moves_nothing():

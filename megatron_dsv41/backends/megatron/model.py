@@ -86,7 +86,7 @@ class DSV41Model(LanguageModule):
         if self.post_process:
             with _drawn_from(config.seed, 1 + model.num_hidden_layers):
                 self.norm = self.primitives.norm("norm", model.hidden_size, model.rms_norm_eps)
-                self.head = self.primitives.linear("head", model.hidden_size, model.vocab_size, fp32=True)
+                self.head = self.primitives.head(model.hidden_size, model.vocab_size)
         for name, shape in (("expert_load", (2, model.n_routed_experts)), ("layer_sums", (2 + len(QUALITY),))):
             self.register_buffer(name, torch.zeros(len(self.stage), *shape), persistent=False)
 
@@ -123,8 +123,10 @@ class DSV41Model(LanguageModule):
         if self.after is not None:
             return self.boundaries.codec(self.after).pack(streams_SBND, pre_mix_SBN, state)
         hidden_SBD = self.norm(self.ops["mhc.collapse"](streams_SBND, pre_mix_SBN))
-        logits_SBV = self.head(self.primitives.fan_out(self.primitives.enter_site(hidden_SBD)))
-        return self.primitives.token_losses(logits_SBV, self.layout.context_slice(labels_BS))
+        hidden_SBD = self.primitives.fan_out(self.primitives.enter_site(hidden_SBD))
+        labels_SB = self.layout.context_slice(labels_BS).transpose(0, 1)
+        losses_T = self.head(hidden_SBD.flatten(0, 1), labels_SB.flatten())
+        return losses_T.view(labels_SB.shape).transpose(0, 1)
 
     def _batch(self, input_ids_BS: Tensor, documents: Documents, **step: Any) -> Batch:
         shard = self.layout.shard

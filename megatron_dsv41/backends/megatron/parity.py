@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_dsv41.backends.megatron.layouts import check_layout, sequence_pieces
 from megatron_dsv41.config import nearest
 from megatron_dsv41.data.packing import Packed
+from megatron_dsv41.modules.primitives import Linear
 from megatron_dsv41.ops.documents import Documents
 from megatron_dsv41.phase import Phase
 from megatron_dsv41.run_config import Parallel
@@ -204,8 +205,9 @@ class LayoutJob:
                     lambda module, inputs, layer=int(layer): self._note("streams", layer, inputs[0][:, 0])
                 )
             if stage.post_process:
-                yield stage.head.register_forward_hook(
-                    lambda module, inputs, output: self._note("logits", 0, output[:, 0])
+                # Training goes from hidden state to losses; the same weights make logits here.
+                yield stage.head.register_forward_pre_hook(
+                    lambda head, inputs: self._note("logits", 0, Linear.forward(head, inputs[0]))
                 )
             for name, parameter in stage.named_parameters():
                 if not parameter.requires_grad:

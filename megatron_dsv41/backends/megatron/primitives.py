@@ -6,22 +6,24 @@ table is whole on every rank.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_dsv41.backends.megatron.experts import DispatchedExperts, LocalExperts
 from megatron_dsv41.backends.megatron.layout import Cut, Layout, mark
 from megatron_dsv41.config import DSV41Config
-from megatron_dsv41.modules.primitives import GroupedLinear, Linear, Norm, Table, TorchPrimitives
+from megatron_dsv41.modules.primitives import GroupedLinear, Head, Linear, Norm, Table, TorchPrimitives
 from megatron_dsv41.ops.documents import Groups
+from megatron_dsv41.ops.head.ref import VocabularyPart
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.parallel import sequence, tensor
 
-COLUMN = {"attn.wq_b", "ffn.shared_experts.w1", "ffn.shared_experts.w3", "head"}
+COLUMN = {"attn.wq_b", "ffn.shared_experts.w1", "ffn.shared_experts.w3"}
 ROW = {"attn.wo_b", "ffn.shared_experts.w2"}
 SPLIT_AXES = {"heads", "groups"}
 # These meet tokens as they are kept between sites.
@@ -70,7 +72,7 @@ class MegatronPrimitives(TorchPrimitives):
 
     def embedding(self, vocab_size: int, dim: int) -> nn.Module:
         """Rows are split over tp; a rank gives zeros for the ids of others, to be summed by `leave_site`."""
-        part = VocabularyPart(vocab_size, dim, self.dtype, self.config.initializer_range, self.layout.tp.rank)
+        part = SplitEmbedding(vocab_size, dim, self.dtype, self.config.initializer_range, self.layout.tp.rank)
         self._cut(part, "embed", 0)
         return part
 
@@ -80,6 +82,17 @@ class MegatronPrimitives(TorchPrimitives):
         assert isinstance(part, Table)
         self._cut(part, "engram.embed", None)
         return part
+
+    def head(self, dim: int, vocab_size: int) -> nn.Module:
+        """Rows are split over tp; losses are those of the whole vocabulary."""
+        head, tp = super().head(dim, vocab_size), self.layout.tp
+        assert isinstance(head, Head)
+        self._cut(head, "head", 0)
+        if tp.group is not None:
+            whole = {"maximum": tensor.max_parts, "total": tensor.sum_replicated}
+            reduce = {name: functools.partial(function, group=tp.group) for name, function in whole.items()}
+            head.part = VocabularyPart(tp.rank * head.weight.shape[0], **reduce)
+        return head
 
     def experts(self, config: DSV41Config) -> nn.Module:
         """Experts are split over ep, their inner width over the expert tensor group."""
@@ -121,14 +134,6 @@ class MegatronPrimitives(TorchPrimitives):
         """See Primitives."""
         return sequence.sum_shards(x, self.layout.cp.group)
 
-    def token_losses(self, logits_SBV: Tensor, labels_BS: Tensor) -> Tensor:
-        """Cross-entropy of every position, fp32 [b, s]; the vocabulary may be split over tp."""
-        labels_SB = labels_BS.transpose(0, 1).contiguous()
-        if self.layout.tp.group is not None:
-            return vocab_parallel_cross_entropy(logits_SBV, labels_SB, tp_group=self.layout.tp.group).transpose(0, 1)
-        losses = F.cross_entropy(logits_SBV.flatten(0, 1), labels_SB.flatten(), reduction="none")
-        return losses.view(labels_SB.shape).transpose(0, 1)
-
     def _cut(self, part: nn.Module, role: str, dim: int | None) -> None:
         weight: Tensor = part.weight.data  # type: ignore[assignment]
         cuts = ()
@@ -137,7 +142,7 @@ class MegatronPrimitives(TorchPrimitives):
         part.weight = mark(nn.Parameter(weight), self.layout, *cuts, between_sites=_between_sites(role))
 
 
-class VocabularyPart(Table):
+class SplitEmbedding(Table):
     """A contiguous part of the embedding's rows; zeros for ids outside it."""
 
     def __init__(self, rows: int, dim: int, dtype: torch.dtype, std: float, part: int):
