@@ -24,12 +24,20 @@ ALIGNMENT = 16  # bytes, so that every field starts where any dtype may
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One tensor of the payload; `dtype` is a torch dtype by name."""
+    """One tensor of the payload; `dtype` is a torch dtype by name.
+
+    Processes of a tensor group, and those of a context group, may hold the same values: then each sends a part, and the
+    parts are gathered on arrival. adds_over_tensor: each process of a tensor group has a part of the gradient's sum,
+    instead of all of it; over a context group they always have parts.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     has_gradient: bool
+    tensor_copies: int = 1
+    context_copies: int = 1
+    adds_over_tensor: bool = False
 
     @property
     def item_bytes(self) -> int:
@@ -38,28 +46,37 @@ class Field:
 
     @property
     def num_bytes(self) -> int:
-        """Size without what fills it up to the alignment."""
+        """Size of the whole tensor."""
         return math.prod(self.shape) * self.item_bytes
 
     @property
     def wire_bytes(self) -> int:
-        """Size on the wire."""
-        return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
+        """Size of one process's part, filled up to the alignment."""
+        return -(-self.num_bytes // (self.tensor_copies * self.context_copies * ALIGNMENT)) * ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Micro-batch rows, and the tokens of a row as one process holds them: between sites, inside them, and all."""
+    """A micro-batch of `batch` rows of `seq` tokens, cut into `context` shards.
+
+    `tensor` processes share a shard: between sites each holds a piece of it where `sequence` is set, else all of it.
+    """
 
     batch: int
-    stream: int
-    state: int
-    total: int
+    seq: int
+    context: int = 1
+    tensor: int = 1
+    sequence: bool = False
 
-    @classmethod
-    def of(cls, batch: int, seq: int, context: int = 1, sequence: int = 1) -> Lengths:
-        """Rows of `seq` tokens cut into `context` shards, between sites into `sequence` pieces more."""
-        return cls(batch, seq // context // sequence, seq // context, seq)
+    @property
+    def shard(self) -> int:
+        """Tokens of a row inside sites."""
+        return self.seq // self.context
+
+    @property
+    def piece(self) -> int:
+        """Tokens of a row between sites."""
+        return self.shard // self.tensor if self.sequence else self.shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,23 +186,25 @@ class CrossingPlanner:
         config, lengths = self.config, self.lengths
         n, dtype = config.hc_mult, config.dtype
         wide = "float64" if dtype == "float64" else "float32"
+        tp, cp = lengths.tensor, lengths.context
+        copies = 1 if lengths.sequence else tp
         fields = [
-            Field("pre_mix", (lengths.stream, lengths.batch, n), wide, True),
-            Field("streams", (lengths.stream, lengths.batch, n, config.hidden_size), dtype, True),
+            Field("pre_mix", (lengths.piece, lengths.batch, n), wide, True, copies),
+            Field("streams", (lengths.piece, lengths.batch, n, config.hidden_size), dtype, True, copies),
         ]
         if not live:
             return fields
         ratio = next(plan.ratio for plan in self.plans[boundary:] if plan.consumes)
-        entries, tokens = lengths.batch * lengths.total // ratio, lengths.batch * lengths.state
+        entries, tokens = lengths.batch * lengths.seq // ratio, lengths.batch * lengths.shard
         blocks = min(config.candidate_topk_blocks, -(-entries // config.candidate_block_size))
         keys_learn = self.phase.index_loss != "off" and "index_keys" in live
         query = (tokens, config.q_lora_rank + config.index_n_heads)
         return [
             *fields,
-            Field("compressed_kv", (entries, config.head_dim), wide, True),
-            Field("index_keys", (entries, config.index_head_dim), dtype, keys_learn),
-            Field("topk_indices", (tokens, min(config.index_topk, entries)), "int32", False),
-            Field("candidates", (tokens, blocks), "int32", False),
-            Field("topk_query", query, dtype, False),
-            Field("pool_query", query, dtype, False),
+            Field("compressed_kv", (entries, config.head_dim), wide, True, tp, cp, adds_over_tensor=True),
+            Field("index_keys", (entries, config.index_head_dim), dtype, keys_learn, tp, cp),
+            Field("topk_indices", (tokens, min(config.index_topk, entries)), "int32", False, tp),
+            Field("candidates", (tokens, blocks), "int32", False, tp),
+            Field("topk_query", query, dtype, False, tp),
+            Field("pool_query", query, dtype, False, tp),
         ]

@@ -60,6 +60,19 @@ class _GatherTokens(torch.autograd.Function):
         return grads[0].chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
 
 
+class _KeepPart(torch.autograd.Function):
+    """The inverse of `_GatherTokens`, for values and for gradients that are whole on every process."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.size())[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grads[0], ctx.group), None
+
+
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -81,7 +94,17 @@ def fan_out(x: Tensor, group: ProcessGroup | None) -> Tensor:
 def enter_site(x_SBD: Tensor, group: ProcessGroup | None, sequence: bool) -> Tensor:
     """Tokens as kept between sites -> all tokens [s, b, d]. What happens inside must give equal gradients everywhere:
     sharded work takes its input through `fan_out`."""
-    return _GatherTokens.apply(x_SBD, group) if group is not None and sequence else x_SBD
+    return gather_copies(x_SBD, group) if sequence else x_SBD
+
+
+def keep_part(x: Tensor, group: ProcessGroup) -> Tensor:
+    """A replicated tensor with a replicated gradient -> this process's equal part of its first axis."""
+    return _KeepPart.apply(x, group)
+
+
+def gather_copies(part: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Inverse of `keep_part`: what follows must give equal gradients on every process."""
+    return part if group is None else _GatherTokens.apply(part, group)
 
 
 def leave_site(part_SBD: Tensor, group: ProcessGroup | None, sequence: bool) -> Tensor:

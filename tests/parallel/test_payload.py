@@ -12,7 +12,7 @@ from megatron_dsv41.testing.tiny import tiny_config
 
 
 def planner(config, seq, phase=None, **lengths):
-    return CrossingPlanner(config, phase or Phase(), Lengths.of(1, seq, **lengths))
+    return CrossingPlanner(config, phase or Phase(), Lengths(1, seq, **lengths))
 
 
 def test_bytes_decide():

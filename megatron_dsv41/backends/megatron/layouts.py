@@ -30,8 +30,7 @@ def plan_crossings(config: DSV41Config, phase: Phase, parallel: Parallel, batch:
 
 def crossing_planner(config: DSV41Config, phase: Phase, parallel: Parallel, batch: int, seq: int) -> CrossingPlanner:
     """What plans the cuts of a layout."""
-    lengths = Lengths.of(batch, seq, parallel.cp, parallel.tp if parallel.sp else 1)
-    return CrossingPlanner(config, phase, lengths)
+    return CrossingPlanner(config, phase, Lengths(batch, seq, parallel.cp, parallel.tp, parallel.sp))
 
 
 def check_layout(config: DSV41Config, parallel: Parallel) -> None:

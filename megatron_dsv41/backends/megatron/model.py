@@ -31,6 +31,8 @@ from megatron_dsv41.modules.transformer import make_batch
 from megatron_dsv41.ops.csa2.quality import QUALITY
 from megatron_dsv41.ops.documents import Documents
 from megatron_dsv41.ops.registry import Ops
+from megatron_dsv41.parallel.boundary import BoundaryCodec
+from megatron_dsv41.parallel.payload import Crossing
 
 
 class DSV41Model(LanguageModule):
@@ -111,7 +113,7 @@ class DSV41Model(LanguageModule):
         else:
             received, self.received = self.received, None
             assert received is not None, "a later stage runs after its input has arrived"
-            streams_SBND, pre_mix_SBN, state = self.boundaries.codec(self.before).unpack(received)
+            streams_SBND, pre_mix_SBN, state = self._codec(self.before).unpack(received)
             for shadow in self.shadows.values():
                 state = shadow(state, batch)
         layer_aux = []
@@ -121,12 +123,15 @@ class DSV41Model(LanguageModule):
         if layer_aux:
             streams_SBND = self._account(streams_SBND, Aux.stack(layer_aux))
         if self.after is not None:
-            return self.boundaries.codec(self.after).pack(streams_SBND, pre_mix_SBN, state)
+            return self._codec(self.after).pack(streams_SBND, pre_mix_SBN, state)
         hidden_SBD = self.norm(self.ops["mhc.collapse"](streams_SBND, pre_mix_SBN))
         hidden_SBD = self.primitives.fan_out(self.primitives.enter_site(hidden_SBD))
         labels_SB = self.layout.context_slice(labels_BS).transpose(0, 1)
         losses_T = self.head(hidden_SBD.flatten(0, 1), labels_SB.flatten())
         return losses_T.view(labels_SB.shape).transpose(0, 1)
+
+    def _codec(self, crossing: Crossing) -> BoundaryCodec:
+        return self.boundaries.codec(crossing, self.layout.tp.group, self.layout.cp.group)
 
     def _batch(self, input_ids_BS: Tensor, documents: Documents, **step: Any) -> Batch:
         shard = self.layout.shard

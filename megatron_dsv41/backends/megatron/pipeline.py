@@ -45,10 +45,13 @@ class Boundaries:
         """The cut after a stage; None after the last."""
         return self.crossings[stage] if stage < len(self.crossings) else None
 
-    def codec(self, crossing: Crossing) -> BoundaryCodec:
-        """What packs the values of a cut."""
+    def codec(
+        self, crossing: Crossing, tensor_group: ProcessGroup | None = None, context_group: ProcessGroup | None = None
+    ) -> BoundaryCodec:
+        """What packs the values of a cut; a model's needs the groups that hold them."""
         longest = max(crossing.forward_bytes for crossing in self.crossings) // self.wire.itemsize
-        return BoundaryCodec(crossing.fields, self.wire, longest if self.one_length else None)
+        padded = longest if self.one_length else None
+        return BoundaryCodec(crossing.fields, self.wire, padded, tensor_group, context_group)
 
 
 class BoundaryCommunicator(P2PCommunicator):
