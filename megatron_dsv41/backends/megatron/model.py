@@ -113,6 +113,8 @@ class DSV41Model(LanguageModule):
         else:
             received, self.received = self.received, None
             assert received is not None, "a later stage runs after its input has arrived"
+            if received.requires_grad:
+                received.register_post_accumulate_grad_hook(_forget_value)
             streams_SBND, pre_mix_SBN, state = self._codec(self.before).unpack(received)
             for shadow in self.shadows.values():
                 state = shadow(state, batch)
@@ -168,6 +170,14 @@ class DSV41Model(LanguageModule):
     ) -> dict[str, Any]:
         """Native names with their global shapes and this rank's place in them."""
         return sharded_model(self, prefix, self.pg_collection, self.layout)
+
+
+def _forget_value(received: Tensor) -> None:
+    """Let go of a received boundary when its gradient is complete; schedules name the tensor until the next arrives.
+
+    Views of it that are still read keep the storage.
+    """
+    received.data = received.new_empty(0)
 
 
 @contextlib.contextmanager
