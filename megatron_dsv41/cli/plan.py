@@ -9,9 +9,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_dsv41.backends.megatron.layouts import crossing_planner, stage_layers
+from megatron_dsv41.experiments.communication import Stage
 from megatron_dsv41.experiments.flops import flops_per_token
 from megatron_dsv41.experiments.memory import Layout
-from megatron_dsv41.experiments.planning import describe_memory, describe_model, describe_optimizer
+from megatron_dsv41.experiments.planning import (
+    describe_cut,
+    describe_memory,
+    describe_model,
+    describe_optimizer,
+    describe_traffic,
+)
 from megatron_dsv41.optim.groups import group_parameters
 from megatron_dsv41.presets import PRESETS
 from megatron_dsv41.run_config import Leg, Run, load_run, run_from_dict
@@ -19,6 +27,8 @@ from megatron_dsv41.run_config import Leg, Run, load_run, run_from_dict
 HELP = "show layers, parameters, memory per rank, tokens and learning rate of a run, without starting it"
 BARS = "▁▂▃▄▅▆▇█"
 SHORT = {"compressed_kv": "kv", "index_keys": "keys", "topk_indices": "top-k", "candidates": "pool"}
+SHORT |= {"topk_query": "top-k query", "pool_query": "pool query"}
+TRAFFIC = ("tensor", "context", "pipeline")
 CURVE_WIDTH = 60
 
 
@@ -60,6 +70,7 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
     report["memory"] = describe_memory(config, layout)
     if planned.phases:
         report["phases"] = [_describe_leg(leg, ranks, layout.state_bytes) for leg in planned.legs]
+    report |= _describe_communication(first)
     if with_schedule:
         warmup, stable, cosine = planned.lr_steps
         ends = {end for leg in planned.legs for end in (leg.start, leg.end)}
@@ -101,6 +112,24 @@ def _describe_leg(leg: Leg, ranks: int, state_bytes: float) -> dict[str, Any]:
         "flops": _training_flops(leg),
         "changes": phase.changes(),
     }
+
+
+def _describe_communication(planned: Run) -> dict[str, Any]:
+    """Cuts of the pipeline, and what a rank of every stage sends per micro-batch."""
+    config, phase, parallel = planned.architecture(), planned.phase, planned.parallel
+    planner = crossing_planner(config, phase, parallel, planned.batch.micro, planned.data.seq_length)
+    stages, plans = stage_layers(config, parallel), planner.plans
+    cuts = planner.choose([stage.start for stage in stages[1:]], parallel.shadows)
+    rows, known = [], ()
+    for stage, cut in zip(stages, cuts, strict=False):
+        rows.append(describe_cut(cut, planner.alternatives(cut.boundary, stage.start, known), planner.lengths))
+        known = cut.shadows
+    hop_bytes = max(cut.forward_bytes for cut in cuts) if parallel.vpp > 1 else None
+    described = [
+        Stage([plans[layer] for layer in layers], before, after, hop_bytes)
+        for layers, before, after in zip(stages, [None, *cuts], [*cuts, None], strict=True)
+    ]
+    return {"cuts": rows, "traffic": describe_traffic(config, phase, planner.lengths, described)}
 
 
 def _describe_updates(planned: Run) -> list[dict[str, Any]]:
@@ -186,6 +215,16 @@ def _print(report: dict[str, Any]) -> None:
         console.print(f"[bold]{title}[/bold]")
         console.print(table)
         console.print()
+    if report["cuts"]:
+        interleaved = report["memory"]["layout"]["virtual"] > 1
+        title = "Pipeline cuts, bytes per token" + (" (every hop is filled up to the longest)" if interleaved else "")
+        console.print(f"[bold]{title}[/bold]")
+        console.print(_cut_table(report["cuts"], interleaved))
+        console.print()
+    if any(any(stage[axis].values()) for stage in report["traffic"] for axis in TRAFFIC):
+        console.print("[bold]MB that a rank sends per micro-batch, forward / backward, by group[/bold]")
+        console.print(_traffic_table(report["traffic"]))
+        console.print()
     if "optimizer" in report:
         console.print("[bold]Updates[/bold]")
         console.print(_update_table(report["optimizer"]))
@@ -231,6 +270,38 @@ def _layer_table(layers: list[dict[str, Any]]) -> Any:
         previous = facts
     columns = ("layer", "kind", "ratio", "KV of", "top-k of", "Engram", "pool", "crosses a cut before it", "B/token")
     return _table(columns, rows, left=(0, 1, 5, 6, 7))
+
+
+def _cut_table(cuts: list[dict[str, Any]], interleaved: bool) -> Any:
+    longest = max(cut["forward"] for cut in cuts)
+    rows = []
+    for cut in cuts:
+        alternative = ""
+        if cut["alternative"]:
+            alternative = f"{_crossing(cut['alternative'])}: {cut['alternative']['forward']:,.0f}"
+        padding = f"{longest - cut['forward']:,.0f}" if interleaved else ""
+        numbers = (f"{cut['forward']:,.0f}", f"{cut['backward']:,.0f}", padding)
+        rows.append((cut["layer"], _crossing(cut), *numbers, alternative))
+    columns = ("before layer", "crosses", "forward", "backward", "padding", "alternative, forward")
+    return _table(columns, rows, left=(0, 1, 5))
+
+
+def _crossing(cut: dict[str, Any]) -> str:
+    names = " ".join(SHORT[field] for field in SHORT if field in cut["fields"]) or "streams alone"
+    sources = " and ".join(map(str, cut["shadows"]))
+    return f"{names}, shadow of {sources}" if sources else names
+
+
+def _traffic_table(stages: list[dict[str, Any]]) -> Any:
+    rows = [
+        (
+            number,
+            _ranges(stage["layers"]),
+            *(f"{stage[axis]['forward'] / 1e6:.4g} / {stage[axis]['backward'] / 1e6:.4g}" for axis in TRAFFIC),
+        )
+        for number, stage in enumerate(stages)
+    ]
+    return _table(("stage", "layers", *TRAFFIC), rows, left=(0, 1))
 
 
 def _parameter_table(report: dict[str, Any]) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.experiments.communication import Stage, context_traffic, pipeline_traffic, tensor_traffic
 from megatron_dsv41.experiments.flops import (
     active_parameters,
     count_parameters,
@@ -17,6 +18,7 @@ from megatron_dsv41.experiments.memory import Layout, dtype_bytes, memory_per_ra
 from megatron_dsv41.layer_plan import STATE_FIELDS, LayerPlan, live_at, plan_layers
 from megatron_dsv41.optim.groups import ParameterGroup
 from megatron_dsv41.optim.settings import Optimizer
+from megatron_dsv41.parallel.payload import Crossing, Lengths
 from megatron_dsv41.phase import Phase
 
 
@@ -69,6 +71,41 @@ def boundary_bytes(config: DSV41Config, boundary: int) -> float:
     }
     streams = c.hc_mult * (c.hidden_size * dtype_bytes(c) + 4)
     return streams + sum(sizes[field] for field in live_at(plans, boundary))
+
+
+def describe_cut(chosen: Crossing, alternatives: Iterable[Crossing], lengths: Lengths) -> dict[str, Any]:
+    """One row of the table of pipeline cuts. Bytes per token of all ranks that share a micro-batch together.
+
+    The alternative is to send what was chosen to be selected again, or the cheapest way to select again.
+    """
+    ranks, tokens = lengths.tensor * lengths.context, lengths.batch * lengths.seq
+
+    def describe(cut: Crossing) -> dict[str, Any]:
+        return {
+            "fields": [field.name for field in cut.fields],
+            "shadows": list(cut.shadows),
+            "forward": cut.forward_bytes * ranks / tokens,
+            "backward": cut.backward_bytes * ranks / tokens,
+        }
+
+    others = [cut for cut in alternatives if bool(cut.shadows) != bool(chosen.shadows)]
+    cheapest = min(others, key=lambda cut: cut.forward_bytes + cut.backward_bytes, default=None)
+    return {"layer": chosen.boundary, **describe(chosen), "alternative": describe(cheapest) if cheapest else None}
+
+
+def describe_traffic(
+    config: DSV41Config, phase: Phase, lengths: Lengths, stages: Sequence[Stage]
+) -> list[dict[str, Any]]:
+    """Bytes that one rank of every stage sends per micro-batch, forward and backward, over its groups."""
+    return [
+        {
+            "layers": [plan.layer for plan in stage.layers],
+            "tensor": dataclasses.asdict(tensor_traffic(config, phase, lengths, stage)),
+            "context": dataclasses.asdict(context_traffic(config, phase, lengths, stage)),
+            "pipeline": dataclasses.asdict(pipeline_traffic(stage)),
+        }
+        for stage in stages
+    ]
 
 
 def describe_optimizer(

@@ -102,6 +102,29 @@ def test_updates_of_the_published_optimizer(capsys):
     assert "64 x [512, 1280]" in capsys.readouterr().out
 
 
+def test_cuts_say_what_crosses_and_what_else_could(capsys):
+    long = ("--preset", "flash", "data.seq_length=65536", "parallel.pp=4")
+    cuts = planned(capsys, *long)["cuts"]
+    assert [(cut["layer"], cut["shadows"], cut["forward"], cut["backward"]) for cut in cuts] == [
+        (10, [], 44048, 42000),
+        (20, [], 40976, 40976),
+        (30, [20], 47952, 43024),
+    ]
+    assert [cut["alternative"] and cut["alternative"]["forward"] for cut in cuts] == [44752, None, 53520]
+    # Ranks that share a micro-batch send its cut once between them.
+    assert planned(capsys, *long, "parallel.tp=2", "parallel.cp=2")["cuts"] == cuts
+    assert main(["plan", *long, "parallel.vpp=2"]) == 0
+    text = capsys.readouterr().out
+    assert "every hop is filled up to the longest" in text and "kv keys top-k pool query, shadow of 20" in text
+
+
+def test_traffic_divides_over_the_ranks_that_share_a_micro_batch(capsys):
+    run = ("--preset", "flash", "data.seq_length=65536", "parallel.pp=4")
+    one, four = (planned(capsys, *run, *more)["traffic"] for more in ((), ("parallel.tp=4", "parallel.sp=true")))
+    assert [stage["pipeline"]["forward"] for stage in four] == [stage["pipeline"]["forward"] / 4 for stage in one]
+    assert one[0]["tensor"] == {"forward": 0.0, "backward": 0.0} and four[0]["tensor"]["forward"] > 0
+
+
 def test_planning_needs_no_torch():
     code = (
         "import sys; from megatron_dsv41.cli import main; main(['plan', '--preset', 'flash']);"
