@@ -152,6 +152,11 @@ class Transformer(nn.Module):
         """Raw token ids int64 [b, s] -> Output. `documents` defaults to one document per row; see `make_batch`."""
         documents = documents or one_document_per_row(self.config, input_ids_BS)
         batch = make_batch(self.config, self.engram_hash, input_ids_BS, documents, replay_start_T, probes=probes)
+        hidden_SBD, aux, entering = self.hidden(input_ids_BS, batch)
+        return Output(self.head(hidden_SBD).transpose(0, 1), aux, entering)
+
+    def hidden(self, input_ids_BS: Tensor, batch: Batch) -> tuple[Tensor, Aux, list[Tensor]]:
+        """What the head reads [s, b, d], values of all layers, and the streams that enter each layer."""
         embedded_SBD = self.embed(input_ids_BS).transpose(0, 1)
         streams_SBND, pre_mix_SBN = open_streams(embedded_SBD, self.config.hc_mult)
         state, entering, aux = SharedState(), [], []
@@ -160,7 +165,7 @@ class Transformer(nn.Module):
             streams_SBND, pre_mix_SBN, state, layer_aux = block(streams_SBND, pre_mix_SBN, state, batch)
             aux.append(layer_aux)
         hidden_SBD = self.norm(self.ops["mhc.collapse"](streams_SBND, pre_mix_SBN))
-        return Output(self.head(hidden_SBD).transpose(0, 1), Aux.stack(aux), entering)
+        return hidden_SBD, Aux.stack(aux), entering
 
 
 def next_token_loss(logits_BSV: Tensor, labels_BS: Tensor, weight_BS: Tensor) -> Tensor:

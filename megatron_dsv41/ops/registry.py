@@ -100,7 +100,9 @@ def load(op: str, provider: str) -> Callable[..., Any]:
 class Ops:
     """The chosen implementation of every op. `ops["csa2.sparse_attend"](...)` calls it.
 
-    `choice` maps an op, or a family such as "csa2", or "*" to a provider; the most specific entry wins.
+    `choice` maps an op, or a family such as "csa2", or "*" to a provider; the most specific entry wins. A family or "*"
+    may name several, such as "hopper, triton": every op takes the first that it has, or else its definition, which the
+    start-up table shows. ValueError for a name that no op there has.
     """
 
     def __init__(self, choice: Mapping[str, str] | None = None):
@@ -109,6 +111,10 @@ class Ops:
         for key in choice:
             if key != "*" and key not in PROVIDERS and key not in families:
                 raise ValueError(f"ops.{key} is neither an op nor a family{nearest(key, set(PROVIDERS) | families)}")
+            known = {name for op in PROVIDERS if key in ("*", op, op.split(".")[0]) for name in PROVIDERS[op]}
+            for name in _names(choice[key]) if key not in PROVIDERS else ():
+                if name not in known:
+                    raise ValueError(f"ops.{key}: no op has a provider {name!r}{nearest(name, known)}")
         self.chosen = {op: self._provider(op, choice) for op in PROVIDERS}
         self._functions = {op: load(op, provider) for op, provider in self.chosen.items()}
 
@@ -116,10 +122,8 @@ class Ops:
     def _provider(op: str, choice: Mapping[str, str]) -> str:
         if op in choice:
             return choice[op]
-        wide = choice.get(op.split(".")[0], choice.get("*", "ref"))
-        # A family or "*" choice names the preferred provider; ops that it does not cover stay on the definition,
-        # which the start-up table shows.
-        return wide if wide in PROVIDERS[op] else "ref"
+        preferred = _names(choice.get(op.split(".")[0], choice.get("*", "")))
+        return next((name for name in preferred if name in PROVIDERS[op]), "ref")
 
     def __getitem__(self, op: str) -> Callable[..., Any]:
         return self._functions[op]
@@ -128,3 +132,7 @@ class Ops:
         """op -> provider, one line each, for the start-up log."""
         width = max(map(len, self.chosen))
         return "\n".join(f"{op:<{width}}  {provider}" for op, provider in sorted(self.chosen.items()))
+
+
+def _names(preference: str) -> list[str]:
+    return [name.strip() for name in preference.split(",") if name.strip()]

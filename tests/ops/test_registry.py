@@ -23,6 +23,14 @@ def test_unknown_names_are_errors():
         providers("csa3.select")
 
 
+def test_a_family_takes_the_first_provider_that_an_op_has():
+    chosen = Ops({"*": "blocked, grouped", "routing.swiglu": "ref"}).chosen
+    assert (chosen["head.losses"], chosen["routing.experts"], chosen["csa2.select"]) == ("blocked", "grouped", "ref")
+    assert Ops({"routing": "grouped"}).chosen["routing.experts"] == "grouped"
+    with pytest.raises(ValueError, match=r"ops.routing: no op has a provider 'gruoped'; did you mean grouped\?"):
+        Ops({"routing": "ref, gruoped"})
+
+
 def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(PROVIDERS["csa2.pool"], "absent", "a_package_that_is_not_there:pool")
     with pytest.raises(ImportError, match="provider 'absent' needs the package 'a_package_that_is_not_there'"):

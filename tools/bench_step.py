@@ -1,0 +1,124 @@
+"""Time forward and backward of a whole model on one GPU, and show where the time goes.
+
+    python tools/bench_step.py [--preset proxy] [--tokens 4096] [--ops '*=hopper, triton, grouped, blocked']
+
+Random tokens of one document, bf16, gradients kept, no optimizer. Printed: milliseconds (median, range), tokens/s,
+TFLOP/s of the architecture's own count, peak memory, and device time by kernel from a profiler run of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dsv41.experiments.flops import count_parameters, flops_per_token
+from megatron_dsv41.modules.transformer import Transformer, make_batch, one_document_per_row
+from megatron_dsv41.ops.registry import Ops
+from megatron_dsv41.phase import Phase
+from megatron_dsv41.presets import PRESETS
+from megatron_dsv41.testing.bench import table
+
+FASTEST = "*=hopper, triton, grouped, blocked"
+SHOWN = 25
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="proxy")
+    parser.add_argument("--tokens", type=int, default=4096, help="sequence length (default 4096)")
+    parser.add_argument("--ops", action="append", metavar="OP=PROVIDERS", help=f"may be repeated (default '{FASTEST}')")
+    parser.add_argument(
+        "--index-loss", choices=("off", "sparse"), default="off", help="indexer objective (default off)"
+    )
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    choice = dict(entry.split("=", 1) for entry in args.ops or ([FASTEST] if args.device == "cuda" else []))
+    step = Step(args.preset, args.tokens, Ops(choice), Phase(index_loss=args.index_loss), torch.device(args.device))
+    found = step.measure(args.repeats)
+    print(step.model.ops.table())
+    print(table(("what", "value"), [(key, f"{value:,.4g}") for key, value in found.items()]))
+    kernels = step.kernels()
+    total = sum(kernels.values())
+    rows = [(name[:90], f"{ms:.2f}", f"{ms / total:.1%}") for name, ms in kernels.most_common(SHOWN)]
+    print(table(("kernel", "ms", "of all"), [*rows, ("all kernels", f"{total:.2f}", "100%")]))
+    if args.json:
+        args.json.write_text(json.dumps(found | {"kernels_ms": dict(kernels.most_common())}, indent=1))
+
+
+class Step:
+    """A model with random weights and one batch of random tokens."""
+
+    def __init__(self, preset: str, tokens: int, ops: Ops, phase: Phase, device: torch.device):
+        self.config, self.phase, self.tokens, self.device = PRESETS[preset](), phase, tokens, device
+        if device.type == "cuda":
+            self.config = self.config.with_overrides({"dtype": "bfloat16"})
+        token_map = torch.arange(self.config.vocab_size, device=device) % self.config.engram_compressed_vocab_size
+        torch.manual_seed(0)
+        with device:
+            self.model = Transformer(self.config, token_map, phase=phase, ops=ops)
+        self.ids_BS = torch.randint(4, self.config.vocab_size, (1, tokens), device=device)
+
+    def run(self) -> None:
+        """Forward, loss, backward; gradients accumulate in place after the first call."""
+        documents = one_document_per_row(self.config, self.ids_BS)
+        batch = make_batch(self.config, self.model.engram_hash, self.ids_BS, documents)
+        hidden_SBD, aux, _ = self.model.hidden(self.ids_BS, batch)
+        losses_T = self.model.head(hidden_SBD.flatten(0, 1), self.ids_BS.roll(-1, 1).flatten())
+        (losses_T.mean() + aux.loss.sum()).backward()
+
+    def measure(self, repeats: int) -> dict[str, float]:
+        """Wall time of one step, device synchronized, and what follows from it."""
+        for _ in range(2):
+            self.run()
+        times = [self._timed() for _ in range(repeats)]
+        seconds = statistics.median(times)
+        flops = flops_per_token(self.config, self.tokens, self.phase).training_total * self.tokens
+        found = {
+            "parameters": float(count_parameters(self.config).total),
+            "ms": seconds * 1e3,
+            "least ms": min(times) * 1e3,
+            "largest ms": max(times) * 1e3,
+            "tokens/s": self.tokens / seconds,
+            "TFLOP/s": flops / seconds / 1e12,
+        }
+        if self.device.type == "cuda":
+            found["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+        return found
+
+    def _timed(self) -> float:
+        self._synchronize()
+        began = time.perf_counter()
+        self.run()
+        self._synchronize()
+        return time.perf_counter() - began
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def kernels(self) -> Counter[str]:
+        """Milliseconds by kernel of one step (by operator on a CPU)."""
+        activity = torch.profiler.ProfilerActivity
+        cuda = self.device.type == "cuda"
+        with torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU]) as profile:
+            self.run()
+            self._synchronize()
+        found: Counter[str] = Counter()
+        for event in profile.key_averages():
+            entry: Any = event
+            found[entry.key] += (entry.self_device_time_total if cuda else entry.self_cpu_time_total) / 1e3
+        return found
+
+
+if __name__ == "__main__":
+    main()
