@@ -15,9 +15,10 @@ from megatron_dsv41 import presets
 from megatron_dsv41.checkpoint import jobs
 from megatron_dsv41.checkpoint.convert import import_checkpoint
 from megatron_dsv41.checkpoint.mapping import release_shards, released_inventory
-from megatron_dsv41.checkpoint.pieces import Effort
+from megatron_dsv41.checkpoint.pieces import GIB, Effort
 from megatron_dsv41.checkpoint.safetensors_io import INDEX, ShardWriter, TensorSpec, index_text, shards_by_file
 from megatron_dsv41.checkpoint.storage import DTYPE_NAMES, TORCH_DTYPES
+from megatron_dsv41.checkpoint.team import Team
 from megatron_dsv41.config import DSV41Config
 
 
@@ -86,8 +87,11 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], files: dict[str, str
     (folder / INDEX).write_text(index_text(shards))
 
 
-def import_slowly(source: Path, target: Path, pause: float) -> None:
-    """An import that waits before every write and notes its progress at once: to be killed in the middle."""
+def import_slowly(source: Path, target: Path, pause: float, *, together: bool = False) -> None:
+    """An import that waits before every write and notes its progress at once: to be killed in the middle.
+
+    together: as one of the ranks of the default process group.
+    """
     write = ShardWriter.write_bytes
 
     def slow(self: ShardWriter, name: str, start: int, data: Tensor) -> None:
@@ -96,7 +100,8 @@ def import_slowly(source: Path, target: Path, pause: float) -> None:
 
     ShardWriter.write_bytes = slow
     jobs.SYNC_SECONDS = 0.0
-    import_checkpoint(source, target, effort=Effort(workers=2))
+    team = Team.of_world() if together else Team()
+    import_checkpoint(source, target, effort=Effort(max_memory=8 * GIB, workers=2), team=team)
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import random
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
 from megatron_dsv41.checkpoint.convert import import_checkpoint
-from megatron_dsv41.checkpoint.jobs import JOB, Job, Unit, log_name, run_job
+from megatron_dsv41.checkpoint.jobs import JOB, Job, Unit, divide, log_name, run_job
 from megatron_dsv41.checkpoint.safetensors_io import SINGLE, Shard, ShardWriter, TensorSpec
-from megatron_dsv41.testing.released import folder_bytes, import_slowly
+from megatron_dsv41.checkpoint.verify import verify
+from megatron_dsv41.testing.released import folder_bytes, full_config, import_slowly
 
 SPEC = TensorSpec("a", "U8", (8,))
 
@@ -112,22 +116,103 @@ def test_progress_bar_shows(tmp_path, capsys):
     assert "test" in capsys.readouterr().err
 
 
-def test_killed_at_random_points_it_ends_the_same(tmp_path, full_released, full_native):
-    """SIGKILL again and again, then to the end: the folder of an undisturbed run, and none under its name before."""
-    rng = random.Random(7)
-    out = tmp_path / "out"
+def start_and_kill(source, out, seconds: float) -> bool:
+    """Start an import in a process of its own; whether it was still going when it was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron_dsv41.checkpoint.convert"])
-    kills = 0
+    process = context.Process(target=import_slowly, args=(source, out, 0.002))
+    process.start()
+    process.join(seconds)
+    alive = process.is_alive()
+    if alive:
+        os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    return alive
+
+
+def test_killed_again_and_again_it_ends_the_same(tmp_path, full_released, full_native):
+    """SIGKILL and the same command, several times, then to the end: the folder of an undisturbed run."""
+    rng, out, kills = random.Random(7), tmp_path / "out", 0
     while not out.exists() and kills < 6:
-        process = context.Process(target=import_slowly, args=(full_released, out, 0.002))
-        process.start()
-        process.join(rng.uniform(0.05, 0.4))
-        if process.is_alive():
-            os.kill(process.pid or 0, signal.SIGKILL)
-            process.join()
-            kills += 1
+        kills += start_and_kill(full_released, out, rng.uniform(0.05, 0.4))
     if not out.exists():
         import_checkpoint(full_released, out)
     assert kills >= 3
     assert folder_bytes(out) == folder_bytes(full_native)
+
+
+@pytest.mark.slow
+def test_killed_at_any_of_twenty_points_a_rerun_ends_the_same(tmp_path, full_released, full_native):
+    """Each time one SIGKILL at a random point and one rerun; nothing under the final name in between."""
+    rng, killed, expected = random.Random(11), 0, folder_bytes(full_native)
+    while killed < 20:
+        out = tmp_path / f"out-{killed}"
+        if not start_and_kill(full_released, out, rng.uniform(0.02, 1.5)):
+            shutil.rmtree(out)
+            continue
+        assert not out.exists()
+        with pytest.raises(ValueError, match=r"has neither|no such directory|not a checkpoint"):
+            verify(out, config=full_config())
+        import_checkpoint(full_released, out)
+        assert folder_bytes(out) == expected
+        killed += 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
+def test_processes_get_whole_files_but_for_huge_ones(count):
+    sizes = {"huge": [5] * 40, "a": [10, 10], "b": [30], "c": [1, 2, 3], "d": [20]}
+    units = [Unit(size, lambda writer: None, file) for file, members in sizes.items() for size in members]
+    shares = divide(units, lambda target: target, count)
+    assert sorted(i for share in shares for i in share) == list(range(len(units)))
+    share = sum(unit.num_bytes for unit in units) / count
+    for file, members in sizes.items():
+        writers = [rank for rank, own in enumerate(shares) if any(units[i].target == file for i in own)]
+        assert len(writers) == 1 or sum(members) > share
+    loads = [sum(units[i].num_bytes for i in own) for own in shares]
+    assert max(loads) <= share + 30
+
+
+def place_in(folder: str, tmp_path):
+    return {
+        "current folder": (tmp_path / "cwd", Path(".")),
+        "inside": (tmp_path, tmp_path / "source" / "out"),
+        "link inside": (tmp_path, tmp_path / "link" / "out"),
+        "unfinished source": (tmp_path, tmp_path / "x"),
+        "foreign remains": (tmp_path, tmp_path / "y"),
+        "file": (tmp_path, tmp_path / "file"),
+    }[folder]
+
+
+REFUSED = {
+    "current folder": "is the current folder or a mount point",
+    "inside": "which is read",
+    "link inside": "which is read",
+    "unfinished source": "which is read",
+    "foreign remains": "is not an unfinished conversion",
+    "file": "is not a folder",
+}
+
+
+@pytest.mark.parametrize("where", REFUSED)
+def test_targets_that_would_hurt_are_refused(tmp_path, monkeypatch, where):
+    for name in ("cwd", "source", "x.incomplete", "y.incomplete"):
+        (tmp_path / name).mkdir()
+    for name in ("source/a", "x.incomplete/a", "y.incomplete/a", "file"):
+        (tmp_path / name).write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "source")
+    before = sorted(tmp_path.rglob("*"))
+    cwd, target = place_in(where, tmp_path)
+    monkeypatch.chdir(cwd)
+    sources = (tmp_path / "source", tmp_path / "x.incomplete")
+    job = dataclasses.replace(make_job(target, writing_units([])), sources=sources)
+    with pytest.raises(ValueError, match=REFUSED[where]):
+        run_job(job, workers=1, progress=False)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "real")
+    run_job(make_job(tmp_path / "out", writing_units([])), workers=1, progress=False)
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "real" / SINGLE).exists()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["real"]

@@ -32,6 +32,17 @@ def test_import_export_verify(tmp_path, capsys):
     assert "0 differ" in capsys.readouterr().out
 
 
+def test_processes_of_this_machine_share_a_conversion(tmp_path):
+    """Into a distributed checkpoint and out of it again."""
+    source, native, back = PARITY / "released_layout", tmp_path / "native", tmp_path / "back"
+    layout = ["--layout", "tp=2,pp=2,ep=2,engram=3", "--processes", "2", "--max-memory", "8GiB", "--quiet"]
+    assert main(["convert", "import", str(source), str(native), *layout]) == 0
+    assert main(["convert", "export", str(native), str(back), "--quiet"]) == 0
+    expected = folder_bytes(source)
+    del expected["expected.safetensors"]
+    assert folder_bytes(back) == expected
+
+
 def test_verify_says_no(tmp_path, capsys):
     assert main(["convert", "export", str(PARITY / "text_fp32"), str(tmp_path / "bf16"), "--storage", "bf16"]) == 0
     assert main(["convert", "verify", str(PARITY / "text_fp32"), str(tmp_path / "bf16"), "--quiet"]) == 1
@@ -60,10 +71,16 @@ def test_another_tokenizer_is_noticed(tmp_path, capsys):
         (["import", "{case}", "{tmp}/out", "--max-memory", "12x"], "is not a size"),
         (["export", "{case}", "{tmp}/out", "--shards", "many"], "is not a size"),
         (["verify", "{case}", "{tmp}/nowhere"], "no config.json"),
+        (["import", "{case}", "{tmp}/out", "--layout", "tp=2,cp=2"], "'cp=2' must be one of tp, pp"),
+        (["import", "{case}", "{tmp}/out", "--layout", "ep=3"], "parallel.ep 3 does not divide n_routed_experts"),
+        (["import", "{case}", "{tmp}/out", "--layout", "tp=2", "--storage", "source"], "storage must be 'config'"),
+        (["import", "{case}", "{tmp}/out", "--processes", "0"], "--processes must be at least 1"),
+        (["import", "{pointer}", "{tmp}/out"], "its weights lie in"),
+        (["export", "{case}", "{tmp}/out", "--merge", "{case}"], "is not a LoRA adapter"),
     ],
 )
 def test_mistakes_are_explained(tmp_path, capsys, arguments, message):
-    filled = [a.format(tmp=tmp_path, case=PARITY / "text_fp32") for a in arguments]
+    filled = [a.format(tmp=tmp_path, case=PARITY / "text_fp32", pointer=PARITY / "packed_fp32") for a in arguments]
     assert main(["convert", *filled]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -77,7 +94,8 @@ def test_sizes(text, size):
 
 
 def test_tool_is_the_command():
-    command = [sys.executable, ROOT / "tools" / "convert_checkpoint.py", "--help"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0 and "dsv41 convert" in result.stdout
+    for action in ((), ("import",), ("export",), ("verify",)):
+        command = [sys.executable, ROOT / "tools" / "convert_checkpoint.py", *action, "--help"]
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert result.returncode == 0 and f"dsv41 convert {' '.join(action)}".strip() in result.stdout
