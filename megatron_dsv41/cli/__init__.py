@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_dsv41.config import nearest
 
-COMMANDS = ("prep", "plan", "train", "ladder", "convert", "parity")  # in the order in which one meets them
+COMMANDS = ("prep", "plan", "train", "evaluate", "ladder", "convert", "parity")  # in the order in which one meets them
 USER_ERRORS = (ValueError, OSError, ImportError)
 
 
