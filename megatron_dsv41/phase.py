@@ -18,15 +18,19 @@ class Phase:
     index_loss: Literal["off", "dense", "sparse"] = "off"  # indexer objective, SPEC 9
     index_loss_weight: float = 1.0
     index_loss_ramp: int = 0  # steps from the phase's start over which the weight rises linearly to its value
+    replay: float = 0.0  # share of documents with a decoder replay, SPEC 16
     balance_loss_weight: float = 1e-4  # sequence-wise balance loss, SPEC 11.2
     router_bias_speed: float = 1e-3  # aux-free bias step per optimizer step, SPEC 11.2
 
     def __post_init__(self) -> None:
         if self.index_loss not in ("off", "dense", "sparse"):
             raise ValueError(f"phase.index_loss must be off, dense or sparse, got {self.index_loss!r}")
-        for key in ("index_loss_weight", "index_loss_ramp", "balance_loss_weight", "router_bias_speed"):
+        for key in ("index_loss_weight", "index_loss_ramp", "replay", "balance_loss_weight", "router_bias_speed"):
             if getattr(self, key) < 0:
                 raise ValueError(f"phase.{key} must not be negative, got {getattr(self, key)}")
+
+        if self.replay > 1:
+            raise ValueError(f"phase.replay is a share of documents, at most 1, got {self.replay}")
 
     def index_scale(self, step: int) -> float:
         """Factor of `index_loss_weight` in the phase's step number `step`, counted from 1."""

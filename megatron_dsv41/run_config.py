@@ -86,6 +86,7 @@ class Data:
     valid: dict[str, float] = dataclasses.field(default_factory=dict)
     tokenizer: str | None = None  # folder or tokenizer.json; None: the one named by the prepared files
     seq_length: int
+    packing: Literal["concat", "best_fit"] = "concat"  # documents end to end, cut anywhere; or whole ones, best-fit
     workers: int = 0
     cache: str | None = None  # folder of Megatron's sample indices; None: inside the run's folder
 

@@ -56,6 +56,19 @@ def pack(
     return Packed(documents, torch.where(counts_BS, labels_BS, 0), counts_BS.float())
 
 
+def pack_numbered(
+    input_ids_BS: Tensor, labels_BS: Tensor, weight_BS: Tensor, document_BS: Tensor, *, image_token_id: int
+) -> Packed:
+    """Layout of samples that say themselves which document each token belongs to (int64 [b, s], -1: padding).
+
+    Labels and weights are theirs; padding has neither. No host sync.
+    """
+    alive_BS = document_BS >= 0
+    documents = documents_from_ids(document_BS, alive_BS, input_ids_BS == image_token_id)
+    weight_BS = weight_BS.float() * alive_BS
+    return Packed(documents, torch.where(weight_BS > 0, labels_BS, 0), weight_BS)
+
+
 def targets(
     input_ids_BS: Tensor, lengths: Tensor | Sequence[Sequence[int]] | None = None, *, image_token_id: int
 ) -> Packed:

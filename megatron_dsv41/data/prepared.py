@@ -30,6 +30,11 @@ def prepared_paths(prefix: str | Path) -> PreparedPaths:
     return PreparedPaths(*(Path(f"{prefix}{end}") for end in (".bin", ".idx", ".token_map.npz", ".json")))
 
 
+def mask_prefix(prefix: str | Path) -> Path:
+    """Prefix of the loss mask beside `prefix`, in the same format: 1 for a trained token, 0 for one only read."""
+    return Path(f"{prefix}.mask")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sidecar:
     """What PREFIX.json holds."""

@@ -12,7 +12,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch import Tensor
 
-from megatron_dsv41.data.packing import pack
+from megatron_dsv41.backends.megatron.best_fit import BestFitDataset
+from megatron_dsv41.data.packing import Packed, pack, pack_numbered
+from megatron_dsv41.data.replay import draw_replay
 from megatron_dsv41.ops.documents import Documents
 from megatron_dsv41.run_config import Run
 
@@ -42,6 +44,16 @@ class MicroBatch:
     weight_BS: Tensor  # fp32
     step_weight: Tensor  # fp32 []: sum of weight_BS over all micro-batches and data-parallel ranks of the step
     index: int  # 0-based place in the step
+    replay_start_T: Tensor | None = None  # int64 [b*s], see `make_batch`
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayDraw:
+    """How replays are drawn (`draw_replay`)."""
+
+    probability: float
+    window: int
+    seed: int
 
 
 def build_datasets(run: Run, steps: int, tokenizer: TokenizerIdentity, cache: str) -> tuple[Any, Any]:
@@ -61,7 +73,8 @@ def build_datasets(run: Run, steps: int, tokenizer: TokenizerIdentity, cache: st
     samples = [steps * run.sequences_per_step, run.eval.batches * run.sequences_per_step, 0]
     if not run.eval.interval:
         samples[1] = 0
-    train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, config).build()
+    kind: Any = BestFitDataset if run.data.packing == "best_fit" else GPTDataset
+    train, valid, _ = BlendedMegatronDatasetBuilder(kind, samples, lambda: True, config).build()
     return train, valid
 
 
@@ -91,10 +104,11 @@ class StepFeed:
         eod_id: int,
         image_token_id: int,
         device: torch.device,
+        replay: ReplayDraw | None = None,
     ):
         self.dataset, self.position, self.period = dataset, start, period
         self.micro_batch, self.num_micro_batches = micro_batch, num_micro_batches
-        self.rank, self.world, self.group = rank, world, group
+        self.rank, self.world, self.group, self.replay = rank, world, group, replay
         self.eod_id, self.image_token_id, self.device = eod_id, image_token_id, device
         self.waiting: collections.deque[MicroBatch] = collections.deque()
 
@@ -107,32 +121,42 @@ class StepFeed:
         return self.waiting.popleft()
 
     def _read_step(self) -> list[MicroBatch]:
-        samples, packed = [], []
+        samples, packed, starts = [], [], []
         for _ in range(self.num_micro_batches()):
             sample = self._read_micro_batch()
+            layout, start_T = self._replayed(self._pack(sample), sample["number"])
             samples.append(sample["tokens"])
-            packed.append(
-                pack(
-                    sample["tokens"],
-                    sample["labels"],
-                    eod_id=self.eod_id,
-                    image_token_id=self.image_token_id,
-                    loss_mask_BS=sample["loss_mask"],
-                )
-            )
+            packed.append(layout)
+            starts.append(start_T)
         step_weight = torch.stack([p.weight_BS.sum() for p in packed]).sum()
         if self.group is not None:
             torch.distributed.all_reduce(step_weight, group=self.group)
         return [
-            MicroBatch(ids, p.documents, p.labels_BS, p.weight_BS, step_weight, index)
-            for index, (ids, p) in enumerate(zip(samples, packed, strict=True))
+            MicroBatch(ids, p.documents, p.labels_BS, p.weight_BS, step_weight, index, start_T)
+            for index, (ids, p, start_T) in enumerate(zip(samples, packed, starts, strict=True))
         ]
+
+    def _pack(self, sample: dict[str, Tensor]) -> Packed:
+        ids_BS, labels_BS, mask_BS = sample["tokens"], sample["labels"], sample["loss_mask"]
+        image = self.image_token_id
+        if "document" in sample:
+            return pack_numbered(ids_BS, labels_BS, mask_BS, sample["document"], image_token_id=image)
+        return pack(ids_BS, labels_BS, eod_id=self.eod_id, image_token_id=image, loss_mask_BS=mask_BS)
+
+    def _replayed(self, packed: Packed, samples_B: Tensor) -> tuple[Packed, Tensor | None]:
+        if self.replay is None:
+            return packed, None
+        drawn = draw_replay(packed.documents, packed.weight_BS, samples_B, **dataclasses.asdict(self.replay))
+        return packed._replace(weight_BS=drawn.weight_BS), drawn.start_T
 
     def _read_micro_batch(self) -> dict[str, Tensor]:
         if self.period is not None and self.position >= self.period:
             self.position = 0
         first = self.position + self.rank * self.micro_batch
-        rows = [self.dataset[first + i] for i in range(self.micro_batch)]
+        numbers = range(first, first + self.micro_batch)
+        rows = [self.dataset[number] for number in numbers]
         self.position += self.micro_batch * self.world
-        stacked = {key: torch.stack([row[key] for row in rows]) for key in ("tokens", "labels", "loss_mask")}
+        keys = [key for key in ("tokens", "labels", "loss_mask", "document") if key in rows[0]]
+        stacked = {key: torch.stack([row[key] for row in rows]) for key in keys}
+        stacked["number"] = torch.tensor(numbers)
         return {key: value.to(self.device, non_blocking=True) for key, value in stacked.items()}

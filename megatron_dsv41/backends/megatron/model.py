@@ -102,11 +102,13 @@ class DSV41Model(LanguageModule):
         documents: Documents,
         labels_BS: Tensor,
         *,
+        replay_start_T: Tensor | None = None,
         index_scale: float = 1.0,
         probes: int = 0,
     ) -> Tensor:
-        """See class; `index_scale` and `probes` as in `make_batch`."""
-        batch = self._batch(input_ids_BS, documents, index_scale=index_scale, probes=probes)
+        """See class, and `make_batch` for the rest."""
+        step = {"replay_start_T": replay_start_T, "index_scale": index_scale, "probes": probes}
+        batch = self._batch(input_ids_BS, documents, **step)
         if self.before is None:
             streams_SBND, pre_mix_SBN = self._open(self.layout.context_slice(input_ids_BS))
             state = SharedState()

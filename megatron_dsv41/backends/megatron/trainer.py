@@ -22,7 +22,7 @@ from megatron_dsv41.backends.megatron import checkpoints, launch, optimizer, pat
 from megatron_dsv41.backends.megatron.aux_loss import AuxLoss
 from megatron_dsv41.backends.megatron.builder import DSV41ModelConfig
 from megatron_dsv41.backends.megatron.config import check_megatron_names, parse_megatron, transformer_config
-from megatron_dsv41.backends.megatron.data import MicroBatch, StepFeed, TokenizerIdentity, build_datasets
+from megatron_dsv41.backends.megatron.data import MicroBatch, ReplayDraw, StepFeed, TokenizerIdentity, build_datasets
 from megatron_dsv41.backends.megatron.faults import FaultCheck
 from megatron_dsv41.backends.megatron.initial import load_weights, open_weights
 from megatron_dsv41.backends.megatron.layer_metrics import layer_metrics
@@ -151,7 +151,7 @@ class Trainer:
         self.reporter.start()
         micro_batches = run.sequences_per_step // (run.batch.micro * self.groups.dp.size())
         return (
-            self._feed(train, get_num_microbatches, start=done * run.sequences_per_step),
+            self._feed(train, get_num_microbatches, start=done * run.sequences_per_step, replay=self._replay()),
             self._feed(valid, lambda: micro_batches, period=run.eval.batches * run.sequences_per_step)
             if valid is not None
             else None,
@@ -172,8 +172,17 @@ class Trainer:
         link = communicator(config.boundaries, self.groups.pp, config.transformer)
         return {"p2p_communicator": link, "pg_collection": self.groups}
 
+    def _replay(self) -> ReplayDraw | None:
+        phase, window = self.run.phase, self.architecture.sliding_window
+        return ReplayDraw(phase.replay, window, self.run.train.seed) if phase.replay else None
+
     def _feed(
-        self, dataset: Any, num_micro_batches: Callable[[], int], start: int = 0, period: int | None = None
+        self,
+        dataset: Any,
+        num_micro_batches: Callable[[], int],
+        start: int = 0,
+        period: int | None = None,
+        replay: ReplayDraw | None = None,
     ) -> StepFeed:
         return StepFeed(
             dataset,
@@ -187,6 +196,7 @@ class Trainer:
             eod_id=self.corpus.eod_id,
             image_token_id=self.architecture.image_token_id,
             device=launch.device(),
+            replay=replay,
         )
 
     # --- one step -----------------------------------------------------------------------------------------------
@@ -199,7 +209,14 @@ class Trainer:
         step = self.arguments.curr_iteration + 1
         index_scale = self.run.phase.index_scale(step - self.leg.start)
         probes = self.run.logging.index_probes if self.reporter.logs(step) else 0
-        output = model(batch.input_ids_BS, batch.documents, batch.labels_BS, index_scale=index_scale, probes=probes)
+        output = model(
+            batch.input_ids_BS,
+            batch.documents,
+            batch.labels_BS,
+            replay_start_T=batch.replay_start_T,
+            index_scale=index_scale,
+            probes=probes,
+        )
         return output, lambda losses_BS: self._loss(losses_BS, batch, model.training)
 
     def _loss(self, losses_BS: Tensor, batch: MicroBatch, training: bool) -> tuple[Tensor, dict[str, Tensor]]:
