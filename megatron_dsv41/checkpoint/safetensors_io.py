@@ -210,10 +210,11 @@ class SafetensorsFolder:
                 if info.name in found:
                     raise ValueError(f"{self.path}: {info.name} is in two shards, {found[info.name]} and {file}")
                 found[info.name] = file
-                if weight_map.get(info.name) != file:
-                    place = weight_map.get(info.name)
-                    said = f"the index says {place}" if place else "the index does not list it"
-                    raise ValueError(f"{self.path / file}: holds {info.name}, but {said}")
+        for name, file in found.items():
+            if weight_map.get(name) != file:
+                place = weight_map.get(name)
+                said = f"the index says {place}" if place else "the index does not list it"
+                raise ValueError(f"{self.path / file}: holds {name}, but {said}")
         lost = [name for name, file in weight_map.items() if file not in absent and name not in found]
         if lost:
             raise ValueError(
