@@ -67,12 +67,12 @@ def start_layout(folder: str | Path, text: str, ops: dict[str, str]) -> Results:
 
 def run_layouts(folder: str | Path, texts: list[str], ops: dict[str, str] | None = None) -> list[Results | None]:
     """On every rank of a started world: one case in several layouts; the results on rank 0, None elsewhere."""
-    from megatron.core import parallel_state
+    from megatron_dsv41.backends.megatron import launch
 
     found = []
     for text in texts:
         found.append(run_layout(folder, text, ops or {}))
-        parallel_state.destroy_model_parallel()
+        launch.destroy_groups()
     return found
 
 
