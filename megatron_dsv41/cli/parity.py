@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout",
         metavar="tp=2,pp=2,...",
-        help="run in this layout on processes of this machine (tp, sp, pp, vpp, cp, ep, etp, dp, layout, recompute)",
+        help="run in this layout on processes of this machine, with --device cuda on a GPU each "
+        "(tp, sp, pp, vpp, cp, ep, etp, dp, layout, recompute)",
     )
     parser.add_argument("--worst", type=int, default=8, help="gradients to list, worst first (default: 8)")
 
@@ -52,11 +53,14 @@ def _compare(args: argparse.Namespace) -> int:
     if args.layout is None:
         results, title = run_transformer(case, ops, args.device), case.folder.name
     else:
-        if args.device != "cpu":
-            raise ValueError(f"--layout runs on the CPU, --device {args.device} does not go with it")
+        if args.device not in ("cpu", "cuda"):
+            raise ValueError(f"--layout takes --device cpu or cuda (one GPU for each process), got {args.device}")
         from megatron_dsv41.backends.megatron.parity import start_layout
 
-        results, title = start_layout(args.folder, args.layout, choice), f"{case.folder.name}, {args.layout}"
+        results, title = (
+            start_layout(args.folder, args.layout, choice, args.device),
+            f"{case.folder.name}, {args.layout}",
+        )
     report = compare(case, results)
     print_report(title, case.config.dtype, report, args.worst)
     if args.json:

@@ -26,26 +26,32 @@ PRELOAD = "megatron_dsv41.testing._preload"
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0, **kwargs: Any
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 180.0,
+    device: str = "cpu",
+    **kwargs: Any,
 ) -> list[Any]:
     """`function(*args, **kwargs)` on `world_size` ranks; its results (picklable) in rank order.
 
     `function` must be a module-level function of an importable file. The default process group is gloo with a file
-    rendezvous. The first rank that fails ends the others; its traceback is in the AssertionError.
+    rendezvous; with device "cuda" every rank has a GPU of its own, and tensors there go through NCCL. The first rank
+    that fails ends the others; its traceback is in the AssertionError.
     """
-    with Ranks(function, world_size, *args, **kwargs) as ranks:
+    with Ranks(function, world_size, *args, device=device, **kwargs) as ranks:
         return ranks.results(timeout)
 
 
 class Ranks:
     """Started ranks, for tests that interfere with them. A context manager: at its end no rank is left."""
 
-    def __init__(self, function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any):
+    def __init__(self, function: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu", **kwargs: Any):
         context = _context()
         self._queue: Any = context.Queue()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         where = (str(Path(sys.modules[function.__module__].__file__ or "").resolve()), function.__module__)
-        job = (f"{self._folder.name}/rendezvous", where, function.__qualname__, args, kwargs, self._queue)
+        job = (f"{self._folder.name}/rendezvous", where, function.__qualname__, args, kwargs, device, self._queue)
         self.processes = [
             context.Process(target=_rank_main, args=(rank, world_size, *job)) for rank in range(world_size)
         ]
@@ -135,6 +141,7 @@ def _rank_main(
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    device: str,
     results: Any,
 ) -> None:
     try:
@@ -144,9 +151,11 @@ def _rank_main(
 
         cpu.install()  # function modes belong to a thread: enter them in the one that runs the test
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
-        )
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's sequence parallelism asks for it
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        backend, rendezvous = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", f"file://{rendezvous}"
+        torch.distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size)
         value = _find(where, name)(*args, **kwargs)
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

@@ -55,13 +55,22 @@ def parse_layout(text: str) -> ParityLayout:
     return ParityLayout(Parallel(**values), dp, recompute)
 
 
-def start_layout(folder: str | Path, text: str, ops: dict[str, str]) -> Results:
-    """Start the processes of a layout on this machine and run a case on them. ValueError for an impossible layout."""
+def start_layout(folder: str | Path, text: str, ops: dict[str, str], device: str = "cpu") -> Results:
+    """Start the processes of a layout on this machine and run a case on them, with device "cuda" on a GPU each.
+
+    ValueError for an impossible layout, for more processes than GPUs, and for the CPU where there are GPUs: Megatron
+    would use them.
+    """
     from megatron_dsv41.testing.distributed import run_ranks
 
     layout = parse_layout(text)
     check_layout(ParityCase.load(folder).config, layout.parallel)
-    results = run_ranks(run_layouts, layout.world_size, folder, [text], ops, timeout=3600.0)
+    size, gpus = layout.world_size, torch.cuda.device_count()
+    if device == "cpu" and gpus:
+        raise ValueError("--layout with --device cpu where there are GPUs: hide them with CUDA_VISIBLE_DEVICES=")
+    if device == "cuda" and size > gpus:
+        raise ValueError(f"--layout {text} needs {size} GPUs, this machine has {gpus}")
+    results = run_ranks(run_layouts, size, folder, [text], ops, timeout=3600.0, device=device)
     return results[0][0]
 
 
@@ -97,6 +106,7 @@ class LayoutJob:
     def __init__(self, case: ParityCase, layout: ParityLayout, phase: Phase, ops: dict[str, str], groups: Any):
         from megatron.core.distributed import DistributedDataParallelConfig
 
+        from megatron_dsv41.backends.megatron import launch
         from megatron_dsv41.backends.megatron.aux_loss import AuxLoss
         from megatron_dsv41.backends.megatron.builder import DSV41ModelBuilder, DSV41ModelConfig
         from megatron_dsv41.backends.megatron.config import bare_transformer_config
@@ -105,7 +115,7 @@ class LayoutJob:
         from megatron_dsv41.backends.megatron.pipeline import Boundaries
         from megatron_dsv41.checkpoint.sources import ReleasedSource
 
-        self.case, self.groups, parallel = case, groups, layout.parallel
+        self.case, self.groups, parallel, self.device = case, groups, layout.parallel, launch.device()
         check_layout(case.config, parallel)
         self.layout = Layout.of(groups, parallel.sp)
         self.config = bare_transformer_config(case.config, phase, parallel, ops, layout.recompute)
@@ -137,7 +147,8 @@ class LayoutJob:
         for index in range(per_rank):
             number = self.groups.dp.rank() * per_rank + index
             real = number < num_rows
-            rows.append((number if real else -1, *_row(ids_BS, packed, number if real else 0, length, real)))
+            ids, layout = _row(ids_BS, packed, number if real else 0, length, real)
+            rows.append((number if real else -1, ids.to(self.device), _moved(layout, self.device)))
         return rows
 
     def _length(self, parallel: Parallel) -> int:
@@ -274,6 +285,12 @@ def _row(ids_BS: Tensor, packed: Packed, row: int, length: int, real: bool) -> t
 
     weight = filled(packed.weight_BS) * real
     return filled(ids_BS), Packed(Documents(start, position, alive, image), filled(packed.labels_BS), weight)
+
+
+def _moved(packed: Packed, device: torch.device) -> Packed:
+    tensors = {field.name: getattr(packed.documents, field.name) for field in dataclasses.fields(Documents)}
+    documents = Documents(**{name: tensor.to(device) for name, tensor in tensors.items()})
+    return Packed(documents, packed.labels_BS.to(device), packed.weight_BS.to(device))
 
 
 def _joined(pieces: list[dict[str, Any]], axes: tuple[str, ...], dims: tuple[int, ...]) -> Tensor:
