@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megatron_dsv41.checkpoint.mapping import bind
+from megatron_dsv41.checkpoint.inventory import check_native, refuse
+from megatron_dsv41.checkpoint.mapping import Binding, bind
 from megatron_dsv41.checkpoint.native_record import NativeRecord
 from megatron_dsv41.checkpoint.regions import Region, intersection, read_region, region_of, shape_of, shifted, slices_of
-from megatron_dsv41.checkpoint.safetensors_io import read_at
+from megatron_dsv41.checkpoint.safetensors_io import SafetensorsFolder, read_at
 from megatron_dsv41.checkpoint.storage import DTYPE_NAMES
 from megatron_dsv41.config import DSV41Config
 
@@ -123,12 +124,15 @@ class DistributedSource(DistributedTensors):
     def __init__(self, path: Path | str):
         self.config = DSV41Config.load(path)
         self.record = NativeRecord.load(Path(path))
+        self.folder = SafetensorsFolder(path)  # kept scales and carried-through tensors
         bindings = bind(self.config)
-        super().__init__(path, [binding.native for binding in bindings])
-        wrong = [b for b in bindings if self.shape(b.native) != b.shape]
-        if wrong:
-            name, shape = wrong[0].native, list(wrong[0].shape)
-            raise ValueError(f"{path}: {name} is {list(self.shape(name))}, the config says {shape}")
+        self.bindings = {binding.native: binding for binding in bindings}
+        super().__init__(path, list(self.bindings))
+        refuse(self.path, check_native({name: self.shape(name) for name in self.bindings}, bindings))
+
+    def stored_names(self, binding: Binding) -> list[str]:
+        """No safetensors hold native tensors here."""
+        return []
 
 
 def lost_files(path: Path | str) -> list[str]:

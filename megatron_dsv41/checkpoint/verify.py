@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,17 +12,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_dsv41.checkpoint.distributed import DistributedSource, is_distributed, lost_files
+from megatron_dsv41.checkpoint.finite import num_non_finite
 from megatron_dsv41.checkpoint.inventory import LISTED, Problem, check_native, check_released
 from megatron_dsv41.checkpoint.mapping import bind, is_carried
-from megatron_dsv41.checkpoint.native_record import is_native
+from megatron_dsv41.checkpoint.native_record import NATIVE, NativeRecord, is_native
 from megatron_dsv41.checkpoint.pieces import PIECE_BYTES, Effort, binding_pieces, num_elements
 from megatron_dsv41.checkpoint.safetensors_io import SafetensorsFolder, TensorInfo
 from megatron_dsv41.checkpoint.sources import NativeSource, ReleasedSource, inventory_of
-from megatron_dsv41.checkpoint.storage import TORCH_DTYPES
+from megatron_dsv41.checkpoint.storage import TORCH_DTYPES, num_bytes
 from megatron_dsv41.config import DSV41Config
 
 DEFAULT_EFFORT = Effort()
 Check = Callable[[], "Difference | None"]
+Opened = NativeSource | ReleasedSource | DistributedSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Verification:
     """What `verify` found. `ok`: nothing wrong and nothing missing."""
 
     path: Path
-    kind: str  # released or native
+    kind: str  # released, native or distributed
     num_tensors: int
     num_bytes: int
     missing_files: tuple[str, ...]
@@ -45,7 +49,7 @@ class Verification:
         size = f"{self.num_tensors} tensors, {self.num_bytes:,} bytes"
         lines = [f"{self.path}: {self.kind} layout, {size}: {'ok' if self.ok else 'NOT ok'}"]
         if self.missing_files:
-            lines.append(f"  {len(self.missing_files)} shards missing: {', '.join(self.missing_files[:LISTED])}")
+            lines.append(f"  {len(self.missing_files)} files missing: {', '.join(self.missing_files[:LISTED])}")
         lines += [f"  {problem}" for problem in self.problems[:LISTED]]
         if len(self.problems) > LISTED:
             lines.append(f"  ... and {len(self.problems) - LISTED} more")
@@ -108,26 +112,33 @@ def verify(
     config = config or DSV41Config.load(path)
     folder = SafetensorsFolder(path, partial=True)
     problems: list[Problem] = []
-    if is_native(path):
+    divided: DistributedSource | None = None
+    if is_native(path) and is_distributed(path):
+        lost = lost_files(path)
+        if lost:
+            return Verification(path, "distributed", len(folder.tensors), 0, tuple(lost), ())
+        divided = DistributedSource(path)
+        problems += _check_hash(divided.record, hash_digest)
+    elif is_native(path):
         source = NativeSource(path, partial=True)
         shapes = {name: source.stored_shape(name) for name in source.names() if name in folder.tensors}
         shapes |= {name: folder.info(name).shape for name in source.unknown_names()}
         bindings = [b for b in bind(config) if b.native not in folder.missing_names]
         problems += check_native(shapes, bindings)
-        recorded = source.record.hash_digest
-        if hash_digest and recorded and hash_digest != recorded:
-            problems.append(Problem("hash", "native.json", f"records {recorded}, this tokenizer gives {hash_digest}"))
+        problems += _check_hash(source.record, hash_digest)
     else:
         problems += check_released(inventory_of(folder), config, folder.missing_names)
     checksum = None
+    stored = [_Stored.of(folder, info) for info in folder.tensors.values()]
+    stored += [_Stored.divided(divided, name) for name in divided.names()] if divided else []
     if data or checksums:
-        found, checksum = _scan(folder, checksums, effort)
+        found, checksum = _scan(stored, checksums, effort)
         problems += found
     return Verification(
         path=path,
-        kind="native" if is_native(path) else "released",
-        num_tensors=len(folder.tensors),
-        num_bytes=sum(info.num_bytes for info in folder.tensors.values()),
+        kind="distributed" if divided else "native" if is_native(path) else "released",
+        num_tensors=len(stored),
+        num_bytes=sum(tensor.num_bytes for tensor in stored),
         missing_files=folder.missing_files,
         problems=tuple(problems),
         checksum=checksum,
@@ -155,13 +166,13 @@ def compare(a: Path | str, b: Path | str, *, effort: Effort = DEFAULT_EFFORT) ->
     )
 
 
-def _open(path: Path | str) -> NativeSource | ReleasedSource:
+def _open(path: Path | str) -> Opened:
     if is_native(path):
-        return NativeSource(path, partial=True)
-    return ReleasedSource(SafetensorsFolder(path, partial=True), DSV41Config.load(path))
+        return DistributedSource(path) if is_distributed(path) else NativeSource(path, partial=True)
+    return ReleasedSource(SafetensorsFolder(path, partial=True), DSV41Config.load(path), finite=False)
 
 
-def _available(source: NativeSource | ReleasedSource) -> Iterator[str]:
+def _available(source: Opened) -> Iterator[str]:
     """Native names whose every stored piece is there."""
     absent = set(source.folder.missing_names)
     for name, binding in source.bindings.items():
@@ -169,7 +180,7 @@ def _available(source: NativeSource | ReleasedSource) -> Iterator[str]:
             yield name
 
 
-def _values_job(a: NativeSource | ReleasedSource, b: NativeSource | ReleasedSource, name: str) -> Check:
+def _values_job(a: Opened, b: Opened, name: str) -> Check:
     def run() -> Difference | None:
         if a.shape(name) != b.shape(name):
             return Difference(name, float("inf"), -1, 0)
@@ -199,42 +210,66 @@ def _bytes_job(a: SafetensorsFolder, b: SafetensorsFolder, name: str) -> Check:
     return run
 
 
-def _scan(folder: SafetensorsFolder, checksums: bool, effort: Effort) -> tuple[list[Problem], str | None]:
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A stored tensor, wherever it lies: `blocks` gives it piece by piece, in order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    place: str
+    blocks: Callable[[], Iterator[Tensor]]
+
+    @classmethod
+    def of(cls, folder: SafetensorsFolder, info: TensorInfo) -> _Stored:
+        dtype = TORCH_DTYPES[info.dtype]
+        blocks = lambda: (block.view(dtype) for block in _blocks(folder, info))  # noqa: E731
+        return cls(info.name, info.dtype, info.shape, info.file, blocks)
+
+    @classmethod
+    def divided(cls, source: DistributedSource, name: str) -> _Stored:
+        pieces = list(binding_pieces(source.bindings[name]))
+        blocks = lambda: (source.read(name, rows) for rows in pieces)  # noqa: E731
+        return cls(name, source.dtype(name), source.shape(name), ".metadata", blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.dtype, self.shape)
+
+
+def _check_hash(record: NativeRecord, digest: str | None) -> list[Problem]:
+    recorded = record.hash_digest
+    if digest and recorded and digest != recorded:
+        return [Problem("hash", NATIVE, f"records {recorded}, this tokenizer gives {digest}")]
+    return []
+
+
+def _scan(tensors: Iterable[_Stored], checksums: bool, effort: Effort) -> tuple[list[Problem], str | None]:
     """Read every byte once: non-finite values, and the digest."""
 
-    def one(info: TensorInfo) -> tuple[Problem | None, str]:
+    def one(tensor: _Stored) -> tuple[Problem | None, str]:
         digest = hashlib.sha256()
         bad = 0
-        for block in _blocks(folder, info):
-            bad += _num_non_finite(block.view(TORCH_DTYPES[info.dtype]), info)
+        for block in tensor.blocks():
+            bad += num_non_finite(block, is_scale=tensor.name.endswith(".scale"))
             if checksums:
-                digest.update(memoryview(block.numpy()))
-        detail = (
-            f"{bad} of {info.num_bytes // TORCH_DTYPES[info.dtype].itemsize} values are NaN or infinite ({info.file})"
-        )
-        return (Problem("non-finite", info.name, detail) if bad else None), digest.hexdigest()
+                digest.update(memoryview(block.contiguous().view(-1).view(torch.uint8).numpy()))
+        detail = f"{bad} of {math.prod(tensor.shape)} values are NaN or infinite ({tensor.place})"
+        return (Problem("non-finite", tensor.name, detail) if bad else None), digest.hexdigest()
 
-    infos = sorted(folder.tensors.values(), key=lambda info: info.name)
+    ordered = sorted(tensors, key=lambda tensor: tensor.name)
     with ThreadPoolExecutor(effort.threads(PIECE_BYTES // 4)) as pool:
-        results = list(pool.map(one, infos))
+        results = list(pool.map(one, ordered))
     problems = [problem for problem, _ in results if problem]
-    return problems, _combined(infos, [digest for _, digest in results]) if checksums else None
+    return problems, _combined(ordered, [digest for _, digest in results]) if checksums else None
 
 
-def _combined(infos: Sequence[TensorInfo], digests: Iterable[str]) -> str:
+def _combined(tensors: Sequence[_Stored], digests: Iterable[str]) -> str:
     """One digest of all tensors, whatever the division into files."""
-    lines = (f"{i.name} {i.dtype} {list(i.shape)} {digest}\n" for i, digest in zip(infos, digests, strict=True))
+    lines = (f"{t.name} {t.dtype} {list(t.shape)} {digest}\n" for t, digest in zip(tensors, digests, strict=True))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _blocks(folder: SafetensorsFolder, info: TensorInfo) -> Iterator[Tensor]:
     for start in range(0, info.num_bytes, PIECE_BYTES):
         yield folder.read_bytes(info, start, min(PIECE_BYTES, info.num_bytes - start))
-
-
-def _num_non_finite(values: Tensor, info: TensorInfo) -> int:
-    if info.dtype == "F8_E8M0" or (info.dtype == "U8" and info.name.endswith(".scale")):
-        return int((values.view(torch.uint8) == 255).sum())
-    if info.dtype == "F8_E4M3":
-        return int((values.view(torch.uint8) & 0x7F == 0x7F).sum())
-    return int((~values.isfinite()).sum()) if values.dtype.is_floating_point else 0

@@ -10,6 +10,7 @@ import torch
 
 from megatron_dsv41.checkpoint.convert import export_checkpoint, import_checkpoint
 from megatron_dsv41.checkpoint.safetensors_io import INDEX, SafetensorsFolder
+from megatron_dsv41.checkpoint.shares import Layout
 from megatron_dsv41.checkpoint.verify import compare, verify
 
 
@@ -113,3 +114,16 @@ def test_unreadable_files_are_named(tmp_path, full_released):
     (tmp_path / "src" / INDEX).write_text("{")
     with pytest.raises(ValueError, match="corrupt index"):
         verify(tmp_path / "src")
+
+
+def test_distributed_folders_are_verified_and_compared(tmp_path, full_released, full_native):
+    layout = Layout(stages=(tuple(range(4)), tuple(range(4, 8))), ep=3, engram=2)
+    import_checkpoint(full_released, tmp_path / "there", layout=layout)
+    report = verify(tmp_path / "there", checksums=True)
+    assert report.ok and report.kind == "distributed", str(report)
+    assert report.checksum == verify(full_native, checksums=True).checksum
+    assert compare(tmp_path / "there", full_released).ok
+    part = sorted((tmp_path / "there").glob("*.distcp"))[0]
+    part.unlink()
+    report = verify(tmp_path / "there")
+    assert not report.ok and report.missing_files == (f"{part.name} is missing",)
