@@ -13,6 +13,7 @@ class Phase:
     window_kv_fp8: bool = True  # fake-quantize window KV, SPEC 10.1
     main_kv_fp4: bool = True  # fake-quantize compressed KV, SPEC 10.3
     index_mxfp4: bool = True  # fake-quantize index queries and keys, SPEC 10.2
+    quantized_weights: bool = False  # compute with weights as a quantized checkpoint holds them, SPEC 10
     hsi: bool = True  # Reindex layers select inside the candidate pool, SPEC 8.6
     yarn: bool = True  # frequency scaling in compressed layers, SPEC 8.2
     index_loss: Literal["off", "dense", "sparse"] = "off"  # indexer objective, SPEC 9

@@ -36,6 +36,7 @@ from megatron_dsv41.backends.megatron.router_bias import update_router_biases
 from megatron_dsv41.backends.megatron.run_export import export_due, export_step
 from megatron_dsv41.backends.megatron.schedule import RunScheduler, clear_frozen, thaw
 from megatron_dsv41.backends.megatron.shadows import follow_after_steps, follow_owners
+from megatron_dsv41.backends.megatron.weight_rounding import check_rounding, round_after_steps, round_weights
 from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.checkpoint.team import Team
 from megatron_dsv41.data.check import check_prepared
@@ -248,6 +249,9 @@ class Trainer:
             built = stock(config, model, **kwargs)
         else:
             built = MegatronMixedOptimizer(config, stages, self.run, self.layout, self.groups)
+        if self.run.phase.quantized_weights:
+            round_weights(stages, self.architecture, self.layout)
+            built = round_after_steps(built, stages, self.architecture, self.layout)
         return follow_after_steps(built, stages, self.groups.pp)
 
     # --- report -------------------------------------------------------------------------------------------------
@@ -329,6 +333,8 @@ class Trainer:
             if torch.distributed.get_rank() == 0:
                 _record_run(self.leg.whole, self.corpus)
         found = stock(model, *args, **kwargs)
+        if self.run.phase.quantized_weights:
+            round_weights(unwrap_model(model), self.architecture, self.layout)
         follow_owners(unwrap_model(model), self.groups.pp)
         return found
 
@@ -365,6 +371,7 @@ def check_settings(run: Run) -> int:
     """What can be found wrong without looking at files: ValueError. The data-parallel size."""
     data_parallel_size = launch.check_world(run, torch.distributed.get_world_size())
     refuse_unsupported(run)
+    check_rounding(run)
     check_megatron_names(run)
     Ops(run.ops)
     return data_parallel_size
