@@ -16,6 +16,7 @@ EPILOG = """examples:
   dsv41 prep --input HuggingFaceFW/fineweb-edu --subset sample-10BT --tokenizer deepseek --output data/fineweb
   dsv41 prep --input 'corpus/*.jsonl.gz' --text-column content --tokenizer deepseek --output data/corpus
   dsv41 prep --input src/ --pattern '*.py' --tokenizer deepseek --output data/code --validation-documents 200
+  dsv41 prep --chat --input chats.jsonl --tokenizer deepseek --output data/chats
   dsv41 prep --input python-stdlib --train-tokenizer 4096 --tokenizer data/bpe --output data/stdlib
 """
 
@@ -48,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--validation-documents", type=int, default=0, metavar="N", help="or so many documents, drawn evenly")
     add("--seed", type=int, default=1234, help="of that draw (default: 1234)")
     add("--train-tokenizer", type=int, metavar="VOCAB", help="first train a byte-level BPE on the input")
+    add("--chat", action="store_true", help="inputs are JSON lines of chats; only what the assistant says is trained")
+    add("--reasoning-effort", choices=("low", "high", "xhigh", "max"), help="of chats that name none (with --chat)")
     add("--adopt", action="store_true", help="check .bin/.idx made by other tools and describe them for training")
     add("--overwrite", action="store_true", help="replace existing output")
 
@@ -64,6 +67,10 @@ def run(args: argparse.Namespace) -> int:
         sidecar = adopt(args.output, args.tokenizer, args.eod_token, overwrite=args.overwrite)
         print(f"{args.output}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens, adopted")
         return 0
+    if args.chat:
+        return _prepare_chats(args)
+    if args.reasoning_effort:
+        raise ValueError("--reasoning-effort is for chats: give it with --chat")
     fields = {field.name for field in dataclasses.fields(SourceOptions)} - {"inputs"}
     source = SourceOptions(inputs=args.input or (), **{name: getattr(args, name) for name in fields})
     fields = {field.name for field in dataclasses.fields(PrepOptions)} - {"source"}
@@ -81,6 +88,18 @@ def run(args: argparse.Namespace) -> int:
     tokens = sum(sidecar.tokens for sidecar in sidecars.values())
     skipped = next(iter(sidecars.values())).skipped
     print(f"{skipped:,} texts without content skipped; {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s")
+    return 0
+
+
+def _prepare_chats(args: argparse.Namespace) -> int:
+    from megatron_dsv41.data.chat_prep import prepare_chats
+
+    sidecar = prepare_chats(
+        args.input or (), args.tokenizer, args.output, effort=args.reasoning_effort, overwrite=args.overwrite
+    )
+    print(
+        f"{args.output}: {sidecar.documents:,} assistant turns, {sidecar.tokens:,} tokens; train with best_fit packing"
+    )
     return 0
 
 

@@ -85,6 +85,35 @@ def test_documents_of_a_sample_do_not_meet(epochs):
     assert torch.equal(packed.documents.alive_T, sample["document"] >= 0)
 
 
+def masked_sample(folder):
+    """On a rank: a sample of a corpus with a loss mask that trains every second token of a document."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    from megatron_dsv41.backends.megatron.data import TokenizerIdentity, build_datasets
+    from megatron_dsv41.data.prepared import mask_prefix
+    from megatron_dsv41.data.writer import TokenWriter
+
+    run = tiny_run(folder, f"data.seq_length={SEQ}", "data.packing=best_fit")
+    prefix = next(iter(run.data.train))
+    with TokenWriter(mask_prefix(prefix), "uint8") as writer:
+        corpus = IndexedDataset(prefix)  # its lengths are a view of a file that it holds open
+        for length in corpus.sequence_lengths:
+            writer.add(np.arange(length) % 2)
+        writer.finish()
+    train, _ = build_datasets(run, 60, TokenizerIdentity(EOD, "none"), str(folder / "cache"))
+    return train[0]
+
+
+def test_a_loss_mask_says_what_is_trained(tmp_path):
+    (sample,) = run_ranks(masked_sample, 1, tmp_path)
+    whole = [p for p in pieces(sample) if p[0][-1] == EOD and len(p[0]) > 3]
+    assert whole
+    for tokens, _, weight in whole:
+        label_place = torch.arange(1, len(tokens))  # in the document, of the token that a position predicts
+        assert torch.equal(weight[:-1], (label_place % 2).float()) or len(tokens) == SEQ
+        assert weight[-1] == 0
+
+
 def train(folder, *overrides):
     """On a rank."""
     from megatron_dsv41.backends.megatron.train import train
