@@ -21,6 +21,7 @@ from megatron_dsv41.config import DSV41Config, nearest
 from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.phase import Phase
 from megatron_dsv41.phase_list import RunPhase, check_names
+from megatron_dsv41.recipes import on_recipe
 from megatron_dsv41.typed_yaml import apply_override, build, copied, plain, read_yaml
 
 
@@ -400,6 +401,10 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 def run_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run:
     """Like `load_run`, from an already parsed mapping."""
     changed = copied(values)
-    for override in overrides:
-        apply_override(changed, override)
+    # The recipe lies under the file, whatever else changes what both say.
+    for first in (True, False):
+        for override in overrides:
+            if override.startswith("recipe=") is first:
+                apply_override(changed, override)
+        changed = copied(on_recipe(changed))
     return build(Run, changed)

@@ -22,6 +22,7 @@ from megatron_dsv41.experiments.planning import (
 )
 from megatron_dsv41.optim.groups import group_parameters
 from megatron_dsv41.presets import PRESETS
+from megatron_dsv41.recipes import RECIPES
 from megatron_dsv41.run_config import Leg, Run, load_run, run_from_dict
 
 HELP = "show layers, parameters, memory per rank, tokens and learning rate of a run, without starting it"
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", help="run file (YAML); without it, give --preset")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run file")
     parser.add_argument("--preset", choices=sorted(PRESETS), help="plan this model shape alone")
+    parser.add_argument("--recipe", choices=sorted(RECIPES), help="plan this recipe (on the flash shape, or --preset)")
     parser.add_argument("--ranks", type=int, help="number of processes (default: the fewest the layout allows)")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the learning-rate curve")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 0."""
     planned = _planned_run(args)
-    report = plan_report(planned, args.ranks, with_schedule=args.preset is None)
+    report = plan_report(planned, args.ranks, with_schedule=args.preset is None or args.recipe is not None)
     if args.plot:
         from megatron_dsv41.experiments.plots import plot_learning_rate
 
@@ -143,12 +145,16 @@ def _describe_updates(planned: Run) -> list[dict[str, Any]]:
 
 
 def _planned_run(args: argparse.Namespace) -> Run:
-    if args.preset is None:
+    if args.preset is None and args.recipe is None:
         if args.run is None:
-            raise ValueError(f"name a run file or give --preset ({', '.join(sorted(PRESETS))})")
+            raise ValueError(f"name a run file or give --preset ({', '.join(sorted(PRESETS))}) or --recipe")
         return load_run(args.run, args.overrides)
-    # With --preset the first positional, if any, is an override too.
+    # The first positional, if any, is then an override too.
     overrides = ([args.run] if args.run else []) + args.overrides
+    if args.recipe is not None:
+        shape = {"preset": args.preset or "flash"}
+        named = {"recipe": args.recipe, "model": shape, "data": {"train": "none"}, "checkpoint": {"folder": "none"}}
+        return run_from_dict(named, overrides)
     bare = {
         "model": {"preset": args.preset},
         "data": {"train": "none", "seq_length": 4096},
@@ -383,7 +389,7 @@ def _memory_table(memory: dict[str, Any]) -> Any:
 
 
 def _short(number: float) -> str:
-    for unit, size in (("G", 1e9), ("M", 1e6), ("K", 1e3)):
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= size:
             return f"{number / size:.4g} {unit}"
     return f"{number:g}"
