@@ -62,11 +62,12 @@ class Parallel:
     ep: int = 1
     etp: int | None = None  # tensor parallelism inside experts; None: tp without expert parallelism, else 1
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # how tokens reach the experts of other ranks
+    engram: int | None = None  # ranks that own an Engram table's rows together; None: whole on every rank of its stage
     # Send a selection over a pipeline cut, or what it is made from and select again there: whatever is fewer bytes.
     shadows: Literal["bytes", "always", "never"] = "bytes"
 
     def __post_init__(self) -> None:
-        for key in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+        for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "engram"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"parallel.{key} must be at least 1, got {value}")
@@ -77,6 +78,20 @@ class Parallel:
     def expert_tp(self) -> int:
         """Tensor parallelism inside experts."""
         return self.etp if self.etp is not None else self.tp if self.ep == 1 else 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Engram:
+    """How tables with owners (`parallel.engram`) are kept, and how much of them crosses at once."""
+
+    table: Literal["float8", "bfloat16", "float32"] | None = None  # as served and sent; None: the run's precision
+    master: Literal["float32", "bfloat16"] = "float32"  # as updated; the momentum is optimizer.momentum_dtype
+    memory: Literal["device", "host"] = "device"  # host: pinned, with the optimizer's state beside it
+    window: int | None = None  # micro-batches whose rows cross together and wait in memory; None: all of a step
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"engram.window must be positive, got {self.window}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,6 +258,7 @@ class Run:
     phases: tuple[RunPhase, ...] = ()
     ops: dict[str, str] = dataclasses.field(default_factory=dict)
     parallel: Parallel = dataclasses.field(default_factory=Parallel)
+    engram: Engram = dataclasses.field(default_factory=Engram)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
     schedule: Schedule = dataclasses.field(default_factory=Schedule)
     logging: Logging = dataclasses.field(default_factory=Logging)
@@ -265,6 +281,8 @@ class Run:
             raise ValueError(f"train.tokens {self.train.tokens} is less than one step of {self.tokens_per_step} tokens")
         if self.checkpoint.export_storage == "source" and self.train.init_from is None:
             raise ValueError("checkpoint.export_storage source keeps the storage of train.init_from, which is not set")
+        if self.engram != Engram() and self.parallel.engram is None:
+            raise ValueError("engram.* is about tables with owners: set parallel.engram to their number")
         if self.eval.interval is not None and not self.data.valid:
             raise ValueError("eval.interval is set but data.valid is empty: name the validation prefixes")
         if self.min_lr > self.optimizer.lr:
@@ -359,6 +377,16 @@ class Run:
         if step <= 0:
             return peak
         return low if step > cosine else low + (peak - low) * 0.5 * (1 + math.cos(math.pi * step / cosine))
+
+    @property
+    def stock_optimizer(self) -> bool:
+        """Whether Megatron's own optimizer does the updates. It knows no rows that belong to other ranks."""
+        return self.optimizer.name == "adamw" and self.parallel.engram is None
+
+    @property
+    def engram_table(self) -> Literal["float8", "bfloat16", "float32"]:
+        """What owned Engram tables serve."""
+        return self.engram.table or ("float32" if self.train.precision == "fp32" else "bfloat16")
 
     def architecture(self) -> DSV41Config:
         """The model's config in the run's precision."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -14,8 +15,9 @@ from megatron_dsv41.ops.documents import Documents, Entries, Groups
 class Batch:
     """One micro-batch of T = b*s flat tokens, made once and never changed; or one shard of T tokens of a longer row.
 
-    engram_rows: layer -> int64 [T, columns] table rows. gate_open_T bool: tokens that read Engram, alive text. Both are
-    of the tokens as kept between sites, which may be fewer than inside.
+    engram_rows: layer -> what the backend's Engram table reads: int64 [T, columns] table rows, or rows fetched before.
+    gate_open_T bool: tokens that read Engram, alive text. Both are of the tokens as kept between sites, which may be
+    fewer than inside.
     entries: ratio -> all compressed entries of the micro-batch, and which of them these T tokens see.
     groups: ratio -> the groups that this process compresses.
     window_start_T int64: oldest window row of each token, counting the halo of earlier tokens that a shard receives.
@@ -29,7 +31,7 @@ class Batch:
     total_tokens: int
     entries: Mapping[int, Entries]
     groups: Mapping[int, Groups]
-    engram_rows: Mapping[int, Tensor]
+    engram_rows: Mapping[int, Any]
     gate_open_T: Tensor
     window_start_T: Tensor
     decoder_window_start_T: Tensor

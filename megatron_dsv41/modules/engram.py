@@ -19,6 +19,7 @@ from megatron_dsv41.ops.documents import Documents
 from megatron_dsv41.ops.engram.ref import hash_rows
 from megatron_dsv41.ops.registry import Ops
 
+DRAWN_TOGETHER = 1 << 10  # rows that share a generator
 SEED_STRIDE = 10007  # layer l draws its multipliers from default_rng(10007 * l)
 
 
@@ -73,6 +74,20 @@ def layer_multipliers(config: DSV41Config, layer: int) -> tuple[int, ...]:
     bound = ((2**63 - 1) // config.engram_compressed_vocab_size) // 2
     draws = np.random.default_rng(SEED_STRIDE * layer).integers(0, bound, config.engram_max_ngram_size, dtype=np.int64)
     return tuple(int(v) * 2 + 1 for v in draws)
+
+
+def draw_rows(seed: int, layer: int, rows: slice, dim: int, std: float) -> Tensor:
+    """Initial rows [n, dim] of a layer's table, fp32, normal. A row depends on seed, layer and its number alone.
+
+    Whoever owns which rows, every layout of a run starts from one table that exists nowhere whole.
+    """
+    first, last = rows.start // DRAWN_TOGETHER, -(-rows.stop // DRAWN_TOGETHER)
+    generator, blocks = torch.Generator(), []
+    for block in range(first, last):
+        generator.manual_seed(((seed * 1_000_003 + layer) << 24) + block)
+        blocks.append(torch.randn(DRAWN_TOGETHER, dim, generator=generator))
+    drawn = torch.cat(blocks) if blocks else torch.empty(0, dim)
+    return drawn[rows.start - first * DRAWN_TOGETHER :][: rows.stop - rows.start] * std
 
 
 class EngramHash:

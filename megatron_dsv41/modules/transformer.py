@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ WHOLE = SequenceShard()
 
 def make_batch(
     config: DSV41Config,
-    engram_hash: EngramHash,
+    engram_hash: Callable[[Tensor, Documents], dict[int, Tensor]],
     input_ids_BS: Tensor,
     documents: Documents,
     replay_start_T: Tensor | None = None,

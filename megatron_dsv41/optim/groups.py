@@ -14,6 +14,7 @@ from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.phase import Phase
 
 Shape = tuple[int, ...]
+ENGRAM_TABLE = "engram.embed.weight"
 
 
 class Algorithm(enum.StrEnum):
@@ -74,7 +75,7 @@ TABLE: tuple[Row, ...] = (
     Row("ffn.experts.w13", _M, lambda c, s: 2 * c.n_routed_experts),  # gate and up of each expert apart
     Row("ffn.experts.w2", _M, lambda c, s: c.n_routed_experts),
     *(Row(f"ffn.shared_experts.{name}.weight", _M) for name in ("w1", "w2", "w3")),
-    Row("engram.embed.weight", _T),
+    Row(ENGRAM_TABLE, _T),
     Row("engram.wkv.weight", _M, lambda c, s: c.hc_mult + 1 if s.engram_projections else 1),
     Row("engram.q_weight", _G),
     Row("engram.k_weight", _G),
@@ -168,7 +169,7 @@ def _group(
     for name, shape in shapes.items():
         if math.prod(shape[:-1]) % matrices:
             raise ValueError(f"{name} {list(shape)} cannot be cut into {matrices} matrices")
-    scaled = row.role == "engram.embed.weight" or (row.role == "engram.wkv.weight" and settings.engram_lr_projections)
+    scaled = row.role == ENGRAM_TABLE or (row.role == "engram.wkv.weight" and settings.engram_lr_projections)
     return ParameterGroup(
         role=row.role,
         algorithm=algorithm,

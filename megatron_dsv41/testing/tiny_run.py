@@ -20,8 +20,11 @@ VOCABULARY = 96
 EOD = 1
 
 
-def write_corpus(prefix: str | Path, documents: int = 200, seed: int = 0) -> Path:
-    """Prepared files of random documents of 5 to 60 tokens over 64 ids, each ended by `EOD`."""
+def write_corpus(prefix: str | Path, documents: int = 200, seed: int = 0, first_class: int = 0) -> Path:
+    """Prepared files of random documents of 5 to 60 tokens over 64 ids, each ended by `EOD`.
+
+    first_class: of token 0 in the Engram token map, which goes around.
+    """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     paths = prepared_paths(prefix)
@@ -37,7 +40,7 @@ def write_corpus(prefix: str | Path, documents: int = 200, seed: int = 0) -> Pat
         total += len(ids) + 1
     builder.finalize(str(paths.idx))
     tokenizer = hashlib.sha256(b"identity").hexdigest()
-    classes = TokenClasses(np.arange(VOCABULARY), VOCABULARY, tokenizer)
+    classes = TokenClasses((np.arange(VOCABULARY) + first_class) % VOCABULARY, VOCABULARY, tokenizer)
     classes.save(paths.token_map)
     sidecar = Sidecar(
         tokenizer="identity",

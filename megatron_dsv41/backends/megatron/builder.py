@@ -16,6 +16,7 @@ from megatron.training.models.base import ModelBuilder, ModelConfig, compose_hoo
 from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
+from megatron_dsv41.backends.megatron.engram import EngramExchange
 from megatron_dsv41.backends.megatron.model import DSV41Model
 from megatron_dsv41.backends.megatron.pipeline import Boundaries
 from megatron_dsv41.backends.megatron.shadows import follow_owners
@@ -30,6 +31,7 @@ class DSV41ModelConfig(ModelConfig):
     token_map: torch.Tensor
     boundaries: Boundaries
     vocab_size: int
+    engram: EngramExchange | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "transformer":
@@ -52,7 +54,12 @@ class DSV41ModelBuilder(ModelBuilder[DSV41Model, DSV41ModelConfig]):
         """The stage of this pipeline rank and virtual stage. What the stage holds follows from the layout."""
         model = self._model_config
         stage = (vp_stage or 0) * pg_collection.pp.size() + pg_collection.pp.rank()
-        return DSV41Model(model.transformer, model.token_map, stage, model.boundaries, pg_collection, vp_stage=vp_stage)
+        built = DSV41Model(
+            model.transformer, model.token_map, stage, model.boundaries, pg_collection, vp_stage=vp_stage
+        )
+        if model.engram is not None and not vp_stage:
+            built.engram_tables = tuple(model.engram.owned.values())
+        return built
 
     def build_distributed_models(
         self,

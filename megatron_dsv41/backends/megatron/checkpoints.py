@@ -23,6 +23,7 @@ STAGING = ".saving"
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "files.json"
 MOST_LISTED = 10
+HASH = "dsv41_engram_hash"  # in the stored arguments: the digest of all that decides an Engram row of these weights
 
 
 def checkpoint_path(folder: str | Path, step: int) -> Path:
@@ -195,6 +196,13 @@ def stored_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
         for name, tensor in metadata.items()
         if not name.startswith(("optimizer.", "chained_"))
     }
+
+
+def stored_hash(path: str | Path) -> str | None:
+    """The digest of Engram hash constants that a checkpoint was trained with; None in checkpoints without one."""
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    return getattr(load_common_state_dict(str(path)).get("args"), HASH, None)
 
 
 def _cause(error: BaseException) -> str:

@@ -26,6 +26,7 @@ class DSV41TransformerConfig(TransformerConfig):
     ops: dict[str, str] = dataclasses.field(default_factory=dict)
     recompute_blocks: bool = False
     seed: int = 1
+    engram_owners: int | None = None
 
 
 # Megatron arguments that would take a part of the trainer apart.
@@ -80,7 +81,7 @@ def megatron_arguments(run: Run, data_parallel_size: int) -> list[str]:
         "sequence-parallel": parallel.sp,
         "distributed-backend": "nccl" if torch.cuda.is_available() else "gloo",
         # ours divides its state over data parallelism itself, and takes gradients that DDP summed
-        "use-distributed-optimizer": run.optimizer.name == "adamw",
+        "use-distributed-optimizer": run.stock_optimizer,
         # batch and length
         "micro-batch-size": run.batch.micro,
         "global-batch-size": run.sequences_per_step,
@@ -190,6 +191,7 @@ def transformer_config(run: Run, arguments: Any) -> DSV41TransformerConfig:
     config.phase = run.phase
     config.ops = dict(run.ops)
     config.seed = run.train.seed
+    config.engram_owners = run.parallel.engram
     config.recompute_blocks = run.train.recompute == "block"
     return config
 
@@ -243,4 +245,5 @@ def bare_transformer_config(
         phase=phase,
         ops=ops,
         recompute_blocks=recompute,
+        engram_owners=parallel.engram,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,9 +13,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch import Tensor
 
 from megatron_dsv41.backends.megatron.best_fit import BestFitDataset
+from megatron_dsv41.backends.megatron.engram import EngramExchange, StepRows
 from megatron_dsv41.data.packing import Packed, pack, pack_numbered
 from megatron_dsv41.data.replay import draw_replay
 from megatron_dsv41.ops.documents import Documents
+from megatron_dsv41.parallel.engram_rows import FetchedRows
 from megatron_dsv41.run_config import Run
 
 
@@ -45,6 +47,7 @@ class MicroBatch:
     step_weight: Tensor  # fp32 []: sum of weight_BS over all micro-batches and data-parallel ranks of the step
     index: int  # 0-based place in the step
     replay_start_T: Tensor | None = None  # int64 [b*s], see `make_batch`
+    engram_rows: Mapping[int, FetchedRows] | None = None  # where tables have owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +85,15 @@ def _blend(prefixes: dict[str, float]) -> tuple[list[str], list[float]]:
     return list(prefixes), list(prefixes.values())
 
 
-class StepFeed:
-    """Endless micro-batches of one data-parallel rank.
+class StepSource:
+    """Reads steps of micro-batches of one data-parallel rank, endlessly, for the feeds of its virtual stages.
 
     All micro-batches of a step are read before its first forward pass, because the loss is a mean over the valid
     tokens of the whole step. Sample i of the data goes to the same step whatever the layout; `start` is the number
-    of samples consumed by earlier steps. With `period` the feed starts over after that many samples (validation).
+    of samples consumed by earlier steps. With `period` the source starts over after that many samples (validation).
+
+    With owned Engram tables (`engram`) a step's rows are asked for when it is read: of a training step, as long as
+    samples below `last` are left, when the step before begins to compute; otherwise (validation) when it is taken.
     """
 
     def __init__(
@@ -96,6 +102,7 @@ class StepFeed:
         *,
         start: int,
         period: int | None = None,
+        last: int = 0,
         micro_batch: int,
         num_micro_batches: Callable[[], int],
         rank: int,
@@ -105,22 +112,41 @@ class StepFeed:
         image_token_id: int,
         device: torch.device,
         replay: ReplayDraw | None = None,
+        engram: EngramExchange | None = None,
     ):
-        self.dataset, self.position, self.period = dataset, start, period
+        self.dataset, self.position, self.period, self.last = dataset, start, period, last
         self.micro_batch, self.num_micro_batches = micro_batch, num_micro_batches
         self.rank, self.world, self.group, self.replay = rank, world, group, replay
         self.eod_id, self.image_token_id, self.device = eod_id, image_token_id, device
-        self.waiting: collections.deque[MicroBatch] = collections.deque()
+        self.engram = engram
+        self.ahead: Step | None = None
+        self.feeds: list[StepFeed] = []
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self
+    def prepare(self) -> None:
+        """Hand the next step to every feed, unless one waits there. With owned Engram tables collective over the world.
 
-    def __next__(self) -> MicroBatch:
-        if not self.waiting:
-            self.waiting.extend(self._read_step())
-        return self.waiting.popleft()
+        Before a pipeline schedule, in which a stage that waits for its neighbour would wait forever.
+        """
+        if any(feed.waiting for feed in self.feeds):
+            return
+        step, self.ahead = self.ahead or self._read_step(), None
+        if self.engram is not None and step.rows is not None:
+            self.engram.begin(step.rows)
+            if self.position < self.last:
+                self.ahead = self._read_step()
+                self.engram.upcoming = self.ahead.rows
+        for feed in self.feeds:
+            feed.waiting.extend((batch, step.rows) for batch in step.batches)
 
-    def _read_step(self) -> list[MicroBatch]:
+    def _read_step(self) -> Step:
+        batches = self._read_batches()
+        if self.engram is None:
+            return Step(batches)
+        rows = self.engram.announce([(b.input_ids_BS, b.documents) for b in batches], training=self.period is None)
+        fetched = zip(batches, rows.batches, strict=True)
+        return Step([dataclasses.replace(batch, engram_rows=found) for batch, found in fetched], rows)
+
+    def _read_batches(self) -> list[MicroBatch]:
         samples, packed, starts = [], [], []
         for _ in range(self.num_micro_batches()):
             sample = self._read_micro_batch()
@@ -160,3 +186,31 @@ class StepFeed:
         stacked = {key: torch.stack([row[key] for row in rows]) for key in keys}
         stacked["number"] = torch.tensor(numbers)
         return {key: value.to(self.device, non_blocking=True) for key, value in stacked.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Micro-batches of a step, and their Engram rows where tables have owners."""
+
+    batches: list[MicroBatch]
+    rows: StepRows | None = None
+
+
+class StepFeed:
+    """The micro-batches of a source, one after the other, for one virtual stage."""
+
+    def __init__(self, source: StepSource):
+        self.source = source
+        self.waiting: collections.deque[tuple[MicroBatch, StepRows | None]] = collections.deque()
+        source.feeds.append(self)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        if not self.waiting:
+            self.source.prepare()
+        batch, rows = self.waiting.popleft()
+        if rows is not None and self.source.engram is not None:
+            self.source.engram.reached(rows, batch.index)
+        return batch

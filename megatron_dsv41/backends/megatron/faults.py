@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,14 +30,15 @@ class FaultCheck:
         """Remember the loss of one micro-batch of this rank."""
         self.losses.append((micro_batch, loss.detach()))
 
-    def check(self, step: int, chunks: list[Any]) -> None:
-        """Raise NonFiniteLoss on every rank when any rank saw one. Collective over the world."""
+    def check(self, step: int, chunks: list[Any], more: Sequence[Tensor] = ()) -> None:
+        """Raise NonFiniteLoss on every rank when any saw one, in `more` gradients too. Collective over the world."""
         code = torch.full((), _NONE, dtype=torch.int64, device="cuda")
         rank = torch.distributed.get_rank()
         for micro_batch, loss in reversed(self.losses):
             code = torch.where(torch.isfinite(loss), code, rank * _RANK + micro_batch)
         # A sum shows any NaN or infinity in one pass over the buffer.
         sums = [b.grad_data.sum() for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        sums += [gradient.sum() for gradient in more]
         if sums:
             finite = torch.isfinite(torch.stack([s.float() for s in sums])).all()
             code = torch.minimum(code, torch.where(finite, _NONE, _IN_GRADIENT + rank * _RANK))

@@ -29,6 +29,8 @@ def load_weights(stages: list[Any], source: StateSource) -> list[Any]:
     for stage in stages:
         for name, target in logical_state(stage).items():
             _fill(target, source, name, local_cut(source.shape(name), target, stage.layout))
+        for table in stage.engram_tables:
+            table.fill(lambda rows, name=table.name: source.read(name, rows))
     return stages
 
 

@@ -106,6 +106,12 @@ def check_world(run: Run, world_size: int) -> int:
             f"{world_size} processes cannot be split into etp {parallel.expert_tp} x ep {parallel.ep} x pp "
             f"{parallel.pp} = {expert_size}: start a multiple of {expert_size} processes"
         )
+    if parallel.engram is not None and world_size % parallel.engram:
+        sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        raise ValueError(
+            f"parallel.engram {parallel.engram} does not divide {world_size} processes: groups of equal size own the "
+            f"tables; set it to one of {', '.join(map(str, sizes))}"
+        )
     data_size = world_size // model_size
     if run.sequences_per_step % (run.batch.micro * data_size):
         raise ValueError(

@@ -46,6 +46,16 @@ def check_layout(config: DSV41Config, parallel: Parallel) -> None:
     if parallel.vpp > 1 and parallel.pp == 1:
         raise ValueError("parallel.vpp interleaves the stages of several pipeline ranks: it needs parallel.pp > 1")
     stage_layers(config, parallel)
+    if parallel.engram is not None:
+        _check_owners(config, parallel.engram)
+
+
+def _check_owners(config: DSV41Config, owners: int) -> None:
+    if not config.engram_layer_ids:
+        raise ValueError(f"parallel.engram {owners}: the model has no Engram tables; leave the setting out")
+    fewest = min(config.engram_num_embeddings)
+    if owners > fewest:
+        raise ValueError(f"parallel.engram {owners} exceeds the {fewest} rows of the smallest table: set it lower")
 
 
 def _divides(setting: str, size: int, config: DSV41Config, *names: str) -> None:

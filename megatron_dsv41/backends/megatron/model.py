@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_dsv41.backends.megatron.aux_loss import AuxLoss
 from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
+from megatron_dsv41.backends.megatron.engram_tables import OwnedTable
 from megatron_dsv41.backends.megatron.layer_specs import layer_specs, shadow_specs
 from megatron_dsv41.backends.megatron.layout import Layout
 from megatron_dsv41.backends.megatron.pipeline import Boundaries
@@ -32,6 +33,7 @@ from megatron_dsv41.ops.csa2.quality import QUALITY
 from megatron_dsv41.ops.documents import Documents
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.parallel.boundary import BoundaryCodec
+from megatron_dsv41.parallel.engram_rows import FetchedRows
 from megatron_dsv41.parallel.payload import Crossing
 
 
@@ -70,7 +72,9 @@ class DSV41Model(LanguageModule):
         self.ops = Ops(config.ops)
         self.primitives = MegatronPrimitives(model, self.ops, self.layout, config, pg_collection)
         self.engram_hash = EngramHash(model, token_map.to(torch.cuda.current_device()))
+        self.hashed = tuple(layer for layer in model.engram_layer_ids if layer in self.stage)
         self.received: Tensor | None = None
+        self.engram_tables: tuple[OwnedTable, ...] = ()  # rows that this rank owns, of whatever layers
         if self.pre_process:
             with _drawn_from(config.seed, 0):
                 self.embed = self.primitives.embedding(model.vocab_size, model.hidden_size)
@@ -102,13 +106,14 @@ class DSV41Model(LanguageModule):
         documents: Documents,
         labels_BS: Tensor,
         *,
+        engram_rows: Mapping[int, FetchedRows] | None = None,
         replay_start_T: Tensor | None = None,
         index_scale: float = 1.0,
         probes: int = 0,
     ) -> Tensor:
-        """See class, and `make_batch` for the rest."""
+        """See class, and `make_batch` for the rest. engram_rows: where tables have owners."""
         step = {"replay_start_T": replay_start_T, "index_scale": index_scale, "probes": probes}
-        batch = self._batch(input_ids_BS, documents, **step)
+        batch = self._batch(input_ids_BS, documents, engram_rows, **step)
         if self.before is None:
             streams_SBND, pre_mix_SBN = self._open(self.layout.context_slice(input_ids_BS))
             state = SharedState()
@@ -137,14 +142,15 @@ class DSV41Model(LanguageModule):
     def _codec(self, crossing: Crossing) -> BoundaryCodec:
         return self.boundaries.codec(crossing, self.layout.tp.group, self.layout.cp.group)
 
-    def _batch(self, input_ids_BS: Tensor, documents: Documents, **step: Any) -> Batch:
-        shard = self.layout.shard
-        batch = make_batch(self.architecture, self.engram_hash, input_ids_BS, documents, shard=shard, **step)
-        if not self.layout.sequence:
-            return batch
+    def _batch(
+        self, input_ids_BS: Tensor, documents: Documents, fetched: Mapping[int, FetchedRows] | None, **step: Any
+    ) -> Batch:
+        layers = self.hashed if fetched is None else ()
+        hashing = functools.partial(self.engram_hash, layers=layers)
+        batch = make_batch(self.architecture, hashing, input_ids_BS, documents, shard=self.layout.shard, **step)
         # Engram writes between sites, where a rank keeps only its tokens.
         own = functools.partial(self.layout.stream_slice, batch_size=input_ids_BS.shape[0])
-        rows = {layer: own(ids) for layer, ids in batch.engram_rows.items()}
+        rows = fetched or {layer: own(ids) for layer, ids in batch.engram_rows.items()}
         return dataclasses.replace(batch, engram_rows=rows, gate_open_T=own(batch.gate_open_T))
 
     def _open(self, input_ids_BS: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +177,16 @@ class DSV41Model(LanguageModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Native names with their global shapes and this rank's place in them."""
-        return sharded_model(self, prefix, self.pg_collection, self.layout)
+        dtype = getattr(torch, self.architecture.dtype)
+        owned = {table.name: table.entry(prefix + table.name, dtype) for table in self.engram_tables}
+        return sharded_model(self, prefix, self.pg_collection, self.layout) | owned
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Owned rows too: what `sharded_state_dict` described."""
+        rest = dict(state_dict)
+        for table in self.engram_tables:
+            table.load(rest.pop(table.name))
+        return super().load_state_dict(rest, strict, assign)
 
 
 def _forget_value(received: Tensor) -> None:

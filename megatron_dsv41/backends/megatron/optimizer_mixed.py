@@ -7,7 +7,7 @@ for Megatron's plain optimizer; `overlap_grad_reduce` works.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
+from megatron_dsv41.backends.megatron.engram_tables import OwnedTable
 from megatron_dsv41.backends.megatron.layout import Layout, cuts_of
 from megatron_dsv41.backends.megatron.optimizer_parts import Part, assign_parts, share_parts, whole_shape
 from megatron_dsv41.backends.megatron.state_dict import is_expert
 from megatron_dsv41.checkpoint.mapping import parameter_bindings
-from megatron_dsv41.optim.groups import ParameterGroup, group_parameters
+from megatron_dsv41.optim.groups import ENGRAM_TABLE, ParameterGroup, group_parameters
 from megatron_dsv41.optim.optimizer import MixedOptimizer, optimizer_group
 from megatron_dsv41.run_config import Run
 
@@ -32,7 +33,9 @@ CLIP_EPS = 1e-6  # Megatron's, so that both optimizers clip alike
 class MegatronMixedOptimizer(MegatronOptimizer):
     """MixedOptimizer over the parts that this rank owns, behind Megatron's optimizer interface.
 
-    stages: unwrapped model stages, whose parameters have native names and gradients in `main_grad`.
+    stages: unwrapped model stages, whose parameters have native names and gradients in `main_grad`. Engram rows that
+    this rank updates have theirs in `master.grad`, in place of a `main_grad`; they are updated before everything else,
+    and `tables_changed` is called when they are served, so that the rows of the next step cross during the rest.
     """
 
     is_stub_optimizer = False
@@ -49,6 +52,8 @@ class MegatronMixedOptimizer(MegatronOptimizer):
         parameters = {name: p for stage in stages for name, p in stage.named_parameters() if p.requires_grad}
         self.table = optimizer_table(run)
         self.parts = assign_parts(parameters, self.table, layout, groups)
+        self.tables: list[OwnedTable] = [table for stage in stages for table in stage.engram_tables]  # type: ignore
+        self.tables_changed: Callable[[], None] = _nothing
         self.frozen = {name for group in self.table if group.frozen for name in group.shapes}
         # An fp32 parameter is updated in place, any other through an fp32 copy of the part.
         self.mine: list[tuple[Part, Tensor]] = []
@@ -57,19 +62,22 @@ class MegatronMixedOptimizer(MegatronOptimizer):
             mine = [part for name in group.shapes for part in self.parts.get(name, []) if part.is_mine]
             tensors = [part.value.float() for part in mine]
             self.mine += zip(mine, tensors, strict=True)
-            entry = optimizer_group(group, tensors, [part.place for part in mine])
+            owned = [table for table in self.tables if table.name in group.shapes]
+            places = [part.place for part in mine] + [table.place for table in owned]
+            entry = optimizer_group(group, tensors + [table.master for table in owned], places)
             # What Megatron's scheduler reads: it sets `lr` and `weight_decay` before every step.
             entry |= {"max_lr": run.optimizer.lr * group.lr, "min_lr": 0.0}
             entry |= {"wd_mult": float(group.decay > 0), "default_config": group.lr == 1.0}
             param_groups.append(entry)
-        super().__init__(MixedOptimizer(param_groups, run.optimizer), config)
+        self.updates = MixedOptimizer(param_groups, run.optimizer)
+        super().__init__(self.updates, config)
         self._one = torch.ones(1, device=next(iter(parameters.values())).device)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """DDP clears its gradient buffers itself."""
-        for _, tensor in self.mine:
+        for tensor in self._tensors():
             tensor.grad = None
 
     def get_loss_scale(self) -> Tensor:
@@ -91,6 +99,9 @@ class MegatronMixedOptimizer(MegatronOptimizer):
         for part, tensor in self.mine:
             if tensor.grad is not None and self._counts(part):
                 square += torch.linalg.vector_norm(tensor.grad).double().square()
+        for table in self.tables:
+            if table.master.grad is not None and table.name not in self.frozen:
+                square += torch.linalg.vector_norm(table.master.grad.values()).double().square()
         dist.all_reduce(square)
         return square.sqrt().float()
 
@@ -106,21 +117,35 @@ class MegatronMixedOptimizer(MegatronOptimizer):
         norm, limit = self.get_grad_norm(), self.config.clip_grad
         if limit > 0:
             factor = (limit / (norm + CLIP_EPS)).clamp_max(1.0)
-            for _, tensor in self.mine:
-                assert tensor.grad is not None
-                tensor.grad.mul_(factor)
+            for tensor in self._tensors():
+                if tensor.grad is not None:  # frozen tables have none
+                    (tensor.grad.values() if tensor.grad.is_sparse else tensor.grad).mul_(factor)
         self.step_with_ready_grads()
         return True, float(norm), None
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Update and share."""
-        self.optimizer.step()
+        groups = self.optimizer.param_groups
+        for group in sorted(groups, key=lambda group: group["role"] != ENGRAM_TABLE):
+            self.updates.update(group)
+            if group["role"] == ENGRAM_TABLE:
+                self._publish()
         for part, tensor in self.mine:
             if part.parameter.dtype is not torch.float32:
                 part.value.copy_(tensor)
         share_parts([part for parts in self.parts.values() for part in parts])
         return True
+
+    def _publish(self) -> None:
+        changed = [table for table in self.tables if table.master.grad is not None and table.name not in self.frozen]
+        for table in changed:
+            table.publish()
+        self.tables_changed()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from (tensor for _, tensor in self.mine)
+        yield from (table.master for table in self.tables)
 
     def reload_model_params(self, state_dict: Any = None) -> None:
         """The parameters were changed from outside: renew the fp32 copies."""
@@ -158,6 +183,20 @@ class MegatronMixedOptimizer(MegatronOptimizer):
                 yield self._entry(moment, part, value)
             if step is not None:
                 yield self._step_entry(part, step)
+        for table in self.tables:
+            yield from self._table_entries(table)
+
+    def _table_entries(self, table: OwnedTable) -> Iterator[ShardedTensor]:
+        if not table.master.numel():
+            return
+        state = dict(self.optimizer.state[table.master])
+        step = state.pop("step", None)
+        if not table.aliased:
+            state["weight"] = table.master
+        for moment, value in state.items():
+            yield table.state_entry(f"optimizer.{moment}.{table.name}", value)
+        if step is not None:
+            yield _counter(f"optimizer.step.{table.name}", step, (0, 0, int(table.first > 0)))
 
     def _entry(self, moment: str, part: Part, value: Tensor) -> ShardedTensor:
         offset = [part.begin] + [0] * (value.dim() - 1)
@@ -177,20 +216,29 @@ class MegatronMixedOptimizer(MegatronOptimizer):
     def _step_entry(self, part: Part, step: Tensor) -> ShardedTensor:
         """One counter per parameter, written by the owner of its first element."""
         elsewhere = part.begin > 0 or any(getattr(self.layout, cut.axis).rank for cut in cuts_of(part.parameter))
-        return ShardedTensor(
-            key=f"optimizer.step.{part.name}",
-            data=step,
-            dtype=step.dtype,
-            local_shape=(1,),
-            global_shape=(1,),
-            global_offset=(0,),
-            axis_fragmentations=None,
-            replica_id=(int(_is_shadow(part)), self._copy_index(part), int(elsewhere)),
-        )
+        copy = (int(_is_shadow(part)), self._copy_index(part), int(elsewhere))
+        return _counter(f"optimizer.step.{part.name}", step, copy)
 
     def _copy_index(self, part: Part) -> int:
         """0, or which copy of a parameter that tensor parallelism keeps whole this is."""
         return 0 if cuts_of(part.parameter) or is_expert(part.parameter) else self.tp_rank
+
+
+def _counter(key: str, step: Tensor, copy: tuple[int, int, int]) -> ShardedTensor:
+    return ShardedTensor(
+        key=key,
+        data=step,
+        dtype=step.dtype,
+        local_shape=(1,),
+        global_shape=(1,),
+        global_offset=(0,),
+        axis_fragmentations=None,
+        replica_id=copy,
+    )
+
+
+def _nothing() -> None:
+    pass
 
 
 def _is_shadow(part: Part) -> bool:

@@ -17,10 +17,10 @@ from megatron_dsv41.data.packing import Packed
 from megatron_dsv41.modules.primitives import Linear
 from megatron_dsv41.ops.documents import Documents
 from megatron_dsv41.phase import Phase
-from megatron_dsv41.run_config import Parallel
+from megatron_dsv41.run_config import Engram, Parallel
 from megatron_dsv41.testing.parity import ParityCase, Results
 
-SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
+SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "engram")
 SWITCHES = ("sp", "recompute")
 
 
@@ -37,7 +37,7 @@ class ParityLayout:
         """Processes: the fewest that hold the dense and the expert split."""
         parallel = self.parallel
         dense = parallel.tp * parallel.cp * parallel.pp * self.dp
-        return math.lcm(dense, parallel.ep * parallel.expert_tp * parallel.pp)
+        return math.lcm(dense, parallel.ep * parallel.expert_tp * parallel.pp, parallel.engram or 1)
 
 
 def parse_layout(text: str) -> ParityLayout:
@@ -110,6 +110,7 @@ class LayoutJob:
         from megatron_dsv41.backends.megatron.aux_loss import AuxLoss
         from megatron_dsv41.backends.megatron.builder import DSV41ModelBuilder, DSV41ModelConfig
         from megatron_dsv41.backends.megatron.config import bare_transformer_config
+        from megatron_dsv41.backends.megatron.engram_build import own_tables
         from megatron_dsv41.backends.megatron.initial import load_weights
         from megatron_dsv41.backends.megatron.layout import Layout
         from megatron_dsv41.backends.megatron.pipeline import Boundaries
@@ -122,11 +123,14 @@ class LayoutJob:
         self.config.experimental_attention_variant_loss_scale_func = AuxLoss.set_scale
         self.boundaries = Boundaries.of(case.config, phase, parallel, 1, self._length(parallel))
         source = ReleasedSource(case.weights_folder, case.config)
+        table = "float32" if case.config.dtype == "float32" else "bfloat16"
+        self.engram = own_tables(self.config, case.token_map, self.boundaries, groups, table, Engram())
         model_config = DSV41ModelConfig(
             transformer=self.config,
             token_map=case.token_map,
             boundaries=self.boundaries,
             vocab_size=case.config.vocab_size,
+            engram=self.engram,
             pre_wrap_hooks=[lambda stages: load_weights(stages, source)],
         )
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
@@ -167,12 +171,11 @@ class LayoutJob:
 
     def step(self) -> float:
         """Forward and backward of all micro-batches; this rank's part of the loss."""
-        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from megatron_dsv41.backends.megatron.pipeline import communicator
 
-        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.finalize_model_grads_func = self._finalize
         self.config.grad_scale_func = None
         length = self.rows[0][1].shape[1]
         several = self.groups.pp.size() > 1
@@ -180,7 +183,12 @@ class LayoutJob:
         if several:
             link = communicator(self.boundaries, self.groups.pp, self.config)
             pipeline = {"p2p_communicator": link, "pg_collection": self.groups}
-        feeds = [iter(self.rows) for _ in self.chunks]
+        fetched: list[Any] = [None] * len(self.rows)
+        if self.engram is not None:
+            rows = self.engram.announce([(ids, packed.documents) for _, ids, packed in self.rows], training=True)
+            self.engram.begin(rows)
+            fetched = rows.batches
+        feeds: list[Any] = [zip(self.rows, fetched, strict=True) for _ in self.chunks]
         reports = get_forward_backward_func()(
             forward_step_func=self._forward,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
@@ -193,10 +201,19 @@ class LayoutJob:
         )
         return sum(float(report["loss"]) for report in reports)
 
-    def _forward(self, feed: Iterator[tuple[int, Tensor, Packed]], chunk: Any) -> Any:
-        number, ids_BS, packed = next(feed)
+    def _finalize(self, *args: Any, **kwargs: Any) -> None:
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+        if self.engram is not None:
+            self.engram.start_return()
+        finalize_model_grads(*args, **kwargs)
+        if self.engram is not None:
+            self.engram.finish_return()
+
+    def _forward(self, feed: Iterator[tuple[tuple[int, Tensor, Packed], Any]], chunk: Any) -> Any:
+        (number, ids_BS, packed), rows = next(feed)
         self.row = number
-        losses_BS = chunk(ids_BS, packed.documents, packed.labels_BS)
+        losses_BS = chunk(ids_BS, packed.documents, packed.labels_BS, engram_rows=rows)
         weight_BS = self.layout.context_slice(packed.weight_BS)
         # Megatron averages over micro-batches and data-parallel ranks.
         total = self.case.pack().weight_BS.sum()
@@ -244,7 +261,11 @@ class LayoutJob:
             if name in self.touched
         ]  # fmt: skip
         last = self.stages[-1].post_process and self.layout.tp.rank == 0
-        own = {"loss": loss if last else 0.0, "pieces": self.pieces, "gradients": gradients}
+        tables = [
+            (table.name, table.rows, table.first, table.master.grad.to_dense().cpu())
+            for table in self.stages[0].engram_tables
+        ]
+        own = {"loss": loss if last else 0.0, "pieces": self.pieces, "gradients": gradients, "tables": tables}
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
         first = torch.distributed.get_rank() == 0
         torch.distributed.gather_object(own, everyone if first else None, dst=0)
@@ -266,7 +287,11 @@ class LayoutJob:
         }
         found = [entry for rank in everyone for entry in rank["gradients"]]
         loss = sum(rank["loss"] for rank in everyone)
-        return Results(loss, torch.stack(logits), streams, _whole_gradients(found))
+        gradients = _whole_gradients(found)
+        for name, size, first, part in (table for rank in everyone for table in rank["tables"]):
+            whole = gradients.setdefault(name, part.new_zeros(size, part.shape[1]))
+            whole[first : first + len(part)] = part
+        return Results(loss, torch.stack(logits), streams, gradients)
 
 
 def _row(ids_BS: Tensor, packed: Packed, row: int, length: int, real: bool) -> tuple[Tensor, Packed]:

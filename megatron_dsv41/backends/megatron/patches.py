@@ -90,6 +90,7 @@ def _torch_adamw_state_of_distributed_optimizer() -> None:
 # What `hooked` may answer. The reason is what pretrain() would otherwise do.
 HOOKS = {
     "initialize_megatron": "asserts that CUDA is there",
+    "get_forward_backward_func": "starts a schedule, in which stages wait for each other, before a step's data is read",
     "training_log": "prints its own line; counts FLOPs of another architecture",
     "num_floating_point_operations": "counts from arguments that do not describe this model",
     "evaluate": "returns the validation loss to a function that only prints it",

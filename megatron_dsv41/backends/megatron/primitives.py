@@ -11,17 +11,19 @@ import functools
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
 from megatron_dsv41.backends.megatron.experts import DispatchedExperts, LocalExperts
 from megatron_dsv41.backends.megatron.layout import Cut, Layout, mark
 from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.modules.engram import draw_rows
 from megatron_dsv41.modules.primitives import GroupedLinear, Head, Linear, Norm, Table, TorchPrimitives
 from megatron_dsv41.ops.documents import Groups
 from megatron_dsv41.ops.head.ref import VocabularyPart
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.parallel import sequence, tensor
+from megatron_dsv41.parallel.engram_rows import FetchedTable
 
 COLUMN = {"attn.wq_b", "ffn.shared_experts.w1", "ffn.shared_experts.w3"}
 ROW = {"attn.wo_b", "ffn.shared_experts.w2"}
@@ -38,7 +40,7 @@ class MegatronPrimitives(TorchPrimitives):
         config: DSV41Config,
         ops: Ops,
         layout: Layout,
-        megatron: TransformerConfig,
+        megatron: DSV41TransformerConfig,
         groups: ProcessGroupCollection,
     ):
         super().__init__(config, ops)
@@ -77,9 +79,14 @@ class MegatronPrimitives(TorchPrimitives):
         return part
 
     def engram_table(self, layer: int, rows: int, dim: int) -> nn.Module:
-        """Whole on every rank."""
-        part = super().engram_table(layer, rows, dim)
+        """Whole on every rank, or a reader of fetched rows where tables have owners."""
+        if self.megatron.engram_owners is not None:
+            return FetchedTable()
+        with torch.random.fork_rng(devices=[]):  # what is drawn below must not depend on where tables lie
+            part = super().engram_table(layer, rows, dim)
         assert isinstance(part, Table)
+        drawn = draw_rows(self.megatron.seed, layer, slice(0, rows), dim, self.config.initializer_range)
+        part.weight.data.copy_(drawn)
         self._cut(part, "engram.embed", None)
         return part
 

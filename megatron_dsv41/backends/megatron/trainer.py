@@ -22,14 +22,22 @@ from megatron_dsv41.backends.megatron import checkpoints, launch, optimizer, pat
 from megatron_dsv41.backends.megatron.aux_loss import AuxLoss
 from megatron_dsv41.backends.megatron.builder import DSV41ModelConfig
 from megatron_dsv41.backends.megatron.config import check_megatron_names, parse_megatron, transformer_config
-from megatron_dsv41.backends.megatron.data import MicroBatch, ReplayDraw, StepFeed, TokenizerIdentity, build_datasets
+from megatron_dsv41.backends.megatron.data import (
+    MicroBatch,
+    ReplayDraw,
+    StepFeed,
+    StepSource,
+    TokenizerIdentity,
+    build_datasets,
+)
+from megatron_dsv41.backends.megatron.engram_build import own_tables
 from megatron_dsv41.backends.megatron.faults import FaultCheck
 from megatron_dsv41.backends.megatron.initial import load_weights, open_weights
 from megatron_dsv41.backends.megatron.layer_metrics import layer_metrics
 from megatron_dsv41.backends.megatron.layout import Layout
 from megatron_dsv41.backends.megatron.layouts import check_layout, plan_crossings, sequence_pieces
 from megatron_dsv41.backends.megatron.model import DSV41Model
-from megatron_dsv41.backends.megatron.optimizer_mixed import MegatronMixedOptimizer
+from megatron_dsv41.backends.megatron.optimizer_mixed import MegatronMixedOptimizer, optimizer_table
 from megatron_dsv41.backends.megatron.pipeline import Boundaries, communicator
 from megatron_dsv41.backends.megatron.progress import Reporter
 from megatron_dsv41.backends.megatron.router_bias import update_router_biases
@@ -47,9 +55,8 @@ from megatron_dsv41.data.tokenizer import open_tokenizer
 from megatron_dsv41.experiments.flops import count_parameters
 from megatron_dsv41.modules.engram import EngramHash
 from megatron_dsv41.ops.registry import Ops
+from megatron_dsv41.optim.groups import ENGRAM_TABLE
 from megatron_dsv41.run_config import Leg, Run, load_run
-
-HASH_FILE = "engram_hash"  # beside run.yaml: the digest of the Engram constants of the run's weights
 
 
 @dataclasses.dataclass
@@ -82,6 +89,7 @@ class Trainer:
         corpus, resume_step = self.corpus, self.resume_step
         self.architecture = run.architecture()
         self.arguments = parse_megatron(run, checked.data_parallel_size)
+        setattr(self.arguments, checkpoints.HASH, corpus.hash_digest)  # Megatron keeps its arguments in checkpoints
         config = transformer_config(run, self.arguments)
         config.finalize_model_grads_func = self.finalize
         config.experimental_attention_variant_loss_scale_func = AuxLoss.set_scale
@@ -91,11 +99,20 @@ class Trainer:
             boundaries=Boundaries.of(self.architecture, run.phase, run.parallel, run.batch.micro, run.data.seq_length),
             vocab_size=self.architecture.vocab_size,
         )
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.engram = self.model_config.engram = own_tables(
+            config,
+            corpus.token_map,
+            self.model_config.boundaries,
+            self.groups,
+            run.engram_table,
+            run.engram,
+            frozen=all(group.frozen for group in optimizer_table(run) if group.role == ENGRAM_TABLE),
+        )
         self.model_config.pre_wrap_hooks.append(self.thaw)
         if checked.weights is not None:
             weights = checked.weights
             self.model_config.pre_wrap_hooks.append(lambda stages: load_weights(stages, weights))
-        self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.layout = Layout.of(self.groups, run.parallel.sp)
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         self.reporter = Reporter(run, resume_step or 0, reports=rank == world - 1, recorded=leg.whole)
@@ -103,6 +120,7 @@ class Trainer:
         self.faults = FaultCheck(run.checkpoint.folder)
         self.step_sums: tuple[Tensor, Tensor] | None = None
         self.next_lr = leg.whole.learning_rate(resume_step or 0)
+        self.sources: tuple[StepSource, StepSource | None] | None = None
 
     def pretrain(self) -> int:
         """Train to the end of the phase, or to a signal (`stopped`); the exit status."""
@@ -113,6 +131,7 @@ class Trainer:
             "get_megatron_optimizer_config": lambda stock, a: (stock(a)[0], optimizer.group_overrides(self.leg)),
             "get_optimizer_param_scheduler": lambda stock, o: RunScheduler(o, self.leg, self.resume_step or 0),
             "get_megatron_optimizer": self.build_optimizer,
+            "get_forward_backward_func": self.prepared,
             "training_log": self.training_log,
             "evaluate": self.evaluate,
             "save_checkpoint": self.save_checkpoint,
@@ -144,7 +163,13 @@ class Trainer:
     # --- data ---------------------------------------------------------------------------------------------------
 
     def feeds(self, samples: Any, vp_stage: int | None = None) -> tuple[StepFeed, StepFeed | None, None]:
-        """Megatron's dataset provider: (train, valid, test)."""
+        """Megatron's dataset provider: (train, valid, test). Called by every virtual stage; they share what is read."""
+        if self.sources is None or not vp_stage:
+            self.sources = self._open_sources()
+        train, valid = self.sources
+        return StepFeed(train), StepFeed(valid) if valid is not None else None, None
+
+    def _open_sources(self) -> tuple[StepSource, StepSource | None]:
         run, done = self.run, (self.resume_step or 0) - self.leg.start
         cache = run.data.cache or str(Path(run.checkpoint.folder) / "index_cache")
         identity = TokenizerIdentity(self.corpus.eod_id, self.corpus.digest)
@@ -152,11 +177,16 @@ class Trainer:
         self.reporter.start()
         micro_batches = run.sequences_per_step // (run.batch.micro * self.groups.dp.size())
         return (
-            self._feed(train, get_num_microbatches, start=done * run.sequences_per_step, replay=self._replay()),
-            self._feed(valid, lambda: micro_batches, period=run.eval.batches * run.sequences_per_step)
+            self._source(
+                train,
+                get_num_microbatches,
+                start=done * run.sequences_per_step,
+                last=self.leg.steps * run.sequences_per_step,
+                replay=self._replay(),
+            ),
+            self._source(valid, lambda: micro_batches, start=0, period=run.eval.batches * run.sequences_per_step)
             if valid is not None
             else None,
-            None,
         )
 
     def _provider(self) -> Any:
@@ -173,22 +203,27 @@ class Trainer:
         link = communicator(config.boundaries, self.groups.pp, config.transformer)
         return {"p2p_communicator": link, "pg_collection": self.groups}
 
+    def prepared(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's schedule, before which the step's micro-batches are read and its Engram rows asked for."""
+        schedule = stock(*args, **kwargs)
+
+        def run(*, forward_only: bool, **rest: Any) -> Any:
+            assert self.sources is not None
+            source = self.sources[int(forward_only)]
+            assert source is not None
+            source.prepare()
+            return schedule(forward_only=forward_only, **rest)
+
+        return run
+
     def _replay(self) -> ReplayDraw | None:
         phase, window = self.run.phase, self.architecture.sliding_window
         return ReplayDraw(phase.replay, window, self.run.train.seed) if phase.replay else None
 
-    def _feed(
-        self,
-        dataset: Any,
-        num_micro_batches: Callable[[], int],
-        start: int = 0,
-        period: int | None = None,
-        replay: ReplayDraw | None = None,
-    ) -> StepFeed:
-        return StepFeed(
+    def _source(self, dataset: Any, num_micro_batches: Callable[[], int], **settings: Any) -> StepSource:
+        return StepSource(
             dataset,
-            start=start,
-            period=period,
+            **settings,
             micro_batch=self.run.batch.micro,
             num_micro_batches=num_micro_batches,
             rank=self.groups.dp.rank(),
@@ -197,7 +232,7 @@ class Trainer:
             eod_id=self.corpus.eod_id,
             image_token_id=self.architecture.image_token_id,
             device=launch.device(),
-            replay=replay,
+            engram=self.engram,
         )
 
     # --- one step -----------------------------------------------------------------------------------------------
@@ -215,6 +250,7 @@ class Trainer:
             batch.documents,
             batch.labels_BS,
             replay_start_T=batch.replay_start_T,
+            engram_rows=batch.engram_rows,
             index_scale=index_scale,
             probes=probes,
         )
@@ -235,8 +271,11 @@ class Trainer:
 
     def finalize(self, model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
         """Megatron's hook between the last backward and the optimizer step."""
+        if self.engram is not None:
+            self.engram.start_return()
         finalize_model_grads(model, num_tokens, **kwargs)
-        self.faults.check(self.arguments.curr_iteration + 1, model)
+        returned = self.engram.finish_return() if self.engram is not None else []
+        self.faults.check(self.arguments.curr_iteration + 1, model, returned)
         stages: list[DSV41Model] = unwrap_model(model)
         clear_frozen(stages, self.leg)
         speed = self.run.phase.router_bias_speed
@@ -245,10 +284,12 @@ class Trainer:
     def build_optimizer(self, stock: Any, config: Any, model: list[Any], **kwargs: Any) -> Any:
         """Megatron's optimizer, or ours."""
         stages = unwrap_model(model)
-        if self.run.optimizer.name == "adamw":
+        if self.run.stock_optimizer:
             built = stock(config, model, **kwargs)
         else:
             built = MegatronMixedOptimizer(config, stages, self.run, self.layout, self.groups)
+            if self.engram is not None:
+                built.tables_changed = self.engram.tables_changed
         if self.run.phase.quantized_weights:
             round_weights(stages, self.architecture, self.layout)
             built = round_after_steps(built, stages, self.architecture, self.layout)
@@ -326,12 +367,10 @@ class Trainer:
             stages = unwrap_model(model)
             expected = checkpoints.model_shapes(stage.sharded_state_dict() for stage in stages)
             checkpoints.compare_tensors(expected, checkpoints.stored_shapes(path), f"checkpoint {path}")
-            stored = Path(self.run.checkpoint.folder) / HASH_FILE
-            known = stored.read_text().strip() if stored.is_file() else None
-            _check_same_hash(known, self.corpus, self.run.checkpoint.folder)
+            _check_same_hash(on_first(lambda: checkpoints.stored_hash(path)), self.corpus, str(path))
             torch.distributed.barrier()
             if torch.distributed.get_rank() == 0:
-                _record_run(self.leg.whole, self.corpus)
+                _record_run(self.leg.whole)
         found = stock(model, *args, **kwargs)
         if self.run.phase.quantized_weights:
             round_weights(unwrap_model(model), self.architecture, self.layout)
@@ -382,7 +421,7 @@ def check(leg: Leg) -> Checked:
     run, whole = leg.run, leg.whole
     data_parallel_size = check_settings(run)
     corpus = on_first(lambda: open_corpus(whole))
-    resume_step = on_first(lambda: _open_run(whole, leg.start, corpus))
+    resume_step = on_first(lambda: _open_run(whole, leg.start))
     weights = None
     if run.train.init_from and resume_step is None:
         weights = open_weights(run.train.init_from, run.architecture())
@@ -390,7 +429,7 @@ def check(leg: Leg) -> Checked:
     return Checked(corpus, data_parallel_size, resume_step, weights)
 
 
-def _open_run(run: Run, start: int, corpus: Corpus) -> int | None:
+def _open_run(run: Run, start: int) -> int | None:
     folder = Path(run.checkpoint.folder)
     step = checkpoints.open_folder(folder, run.checkpoint.resume or start > 0)
     if step is not None and step >= run.steps:
@@ -400,15 +439,14 @@ def _open_run(run: Run, start: int, corpus: Corpus) -> int | None:
     weights = count_parameters(run.architecture()).total
     checkpoints.require_space(folder, weights * (16 if run.checkpoint.optimizer else 4))
     if step is None:
-        _record_run(run, corpus)
+        _record_run(run)
     return step
 
 
-def _record_run(run: Run, corpus: Corpus) -> None:
+def _record_run(run: Run) -> None:
     """What the folder holds from here on. On a resume only after its checkpoint was found to fit."""
     folder = Path(run.checkpoint.folder)
     write_whole(folder / "run.yaml", run.to_yaml().encode())
-    write_whole(folder / HASH_FILE, f"{corpus.hash_digest}\n".encode())
 
 
 def _check_same_hash(stored: str | None, corpus: Corpus, where: str) -> None:
@@ -423,13 +461,20 @@ def _check_same_hash(stored: str | None, corpus: Corpus, where: str) -> None:
 
 def _check_same_optimizer(run: Run, stored: Path) -> None:
     """ValueError when the folder's checkpoints hold the state of another optimizer."""
-    before = load_run(stored).optimizer.name if stored.is_file() else run.optimizer.name
-    if before != run.optimizer.name:
-        raise ValueError(
-            f"checkpoint.folder {stored.parent} was trained with optimizer.name={before}, whose state "
-            f"optimizer.name={run.optimizer.name} cannot continue: set optimizer.name={before}, or start another "
-            "folder from its weights with train.init_from"
-        )
+    before = load_run(stored) if stored.is_file() else run
+    for setting, was, now in (
+        ("optimizer.name", before.optimizer.name, run.optimizer.name),
+        ("parallel.engram", before.parallel.engram, run.parallel.engram)
+        if before.stock_optimizer != run.stock_optimizer  # AdamW with owned tables is ours, without Megatron's
+        else ("", None, None),
+        ("engram.table", before.engram_table, run.engram_table),
+        ("engram.master", before.engram.master, run.engram.master),
+    ):
+        if was != now:
+            raise ValueError(
+                f"checkpoint.folder {stored.parent} was trained with {setting}={was}, whose state {setting}={now} "
+                f"cannot continue: set {setting}={was}, or start another folder from its weights with train.init_from"
+            )
 
 
 def refuse_unsupported(run: Run) -> None:

@@ -61,6 +61,20 @@ def test_four_ranks():
     check("text_fp32", 4, FOUR)
 
 
+def test_owned_engram_tables():
+    """Documents and images packed; owners on one stage, on both, and one rank each."""
+    check("packed_fp32", 2, ["pp=2,vpp=2,engram=2,recompute", "cp=2,engram=2", "tp=2,sp,engram=1"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["text_fp32", "odd_length_fp32"])
+def test_owned_engram_tables_in_products(case):
+    layouts = ["pp=2,cp=2,engram=2", "tp=2,sp,pp=2,vpp=2,engram=4", "pp=4,engram=4", "tp=2,sp,ep=2,dp=2,engram=2"]
+    check(case, 4, [*layouts, "ep=4,engram=1", "cp=2,ep=2,dp=2,engram=2", "tp=2,cp=2,engram=2", "pp=2,ep=2,engram=2"])
+    check(case, 2, ["pp=2,engram=1", "tp=2,engram=2", "ep=2,engram=2"])
+    check(case, 6, ["pp=2,dp=3,engram=2", "dp=6,engram=3", "pp=3,dp=2,engram=6"])
+
+
 @pytest.mark.parametrize("case", ["packed_fp32", "odd_length_fp32"])
 def test_packed_and_odd(case):
     check(case, 2, SOME)
@@ -80,6 +94,7 @@ def test_command_starts_the_processes_itself(capsys):
         ("tp=two", "tp needs a number"),
         ("sp", "needs parallel.tp > 1"),
         ("vpp=2", "it needs parallel.pp > 1"),
+        ("engram=5000", "parallel.engram 5000 exceeds the"),
         ("pp=2,layout=tt|tt", "cannot be read"),
     ],
 )

@@ -10,7 +10,7 @@ from megatron_dsv41.backends.megatron import checkpoints
 from megatron_dsv41.data.prepared import prepared_paths
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.testing.distributed import run_ranks
-from megatron_dsv41.testing.tiny_run import tiny_run
+from megatron_dsv41.testing.tiny_run import tiny_run, write_corpus
 
 
 def train(folder, *overrides):
@@ -121,14 +121,13 @@ def test_checkpoint_of_another_model(home):
 
 
 def test_resume_with_another_tokenizer_of_equal_size(home):
-    stored = home / "run" / "engram_hash"
-    right = stored.read_text()
-    stored.write_text("0" * 64)
-    try:
-        with pytest.raises(AssertionError, match="was trained with Engram hash constants 000000000000"):
-            run_ranks(train, 1, home, "train.steps=4", "batch.micro=4")
-    finally:
-        stored.write_text(right)
+    other = write_corpus(home / "data" / "other", first_class=1)
+    before = (home / "run" / "run.yaml").read_text()
+    with pytest.raises(
+        AssertionError, match="iter_0000002 was trained with Engram hash constants [0-9a-f]{12}, the data"
+    ):
+        run_ranks(train, 1, home, "train.steps=4", "batch.micro=4", f"data.train={other}")
+    assert (home / "run" / "run.yaml").read_text() == before
 
 
 def poisoned(folder, *overrides):
