@@ -1,6 +1,7 @@
 """Recipes: sections of a run file that a run builds on with `recipe: NAME`, and changes where it says otherwise.
 
 What is published is as published (SPEC 17). Lengths, rates and shares of the others are unpublished: starting points.
+Layouts belong to a machine, and so to the run; only long sequences bring the context parallelism they need.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ def _long(**changes: Any) -> Sections:
         "data": {"seq_length": 2**16, "packing": "best_fit"},
         "train": {"precision": "bf16", "recompute": "block"},
         "optimizer": {"name": "published", "ns_dtype": "bfloat16"} | changes.pop("optimizer"),
-        "parallel": {"pp": 8, "ep": 64},
         **changes,
     }
 

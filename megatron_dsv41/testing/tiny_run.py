@@ -20,10 +20,16 @@ VOCABULARY = 96
 EOD = 1
 
 
-def write_corpus(prefix: str | Path, documents: int = 200, seed: int = 0, first_class: int = 0) -> Path:
-    """Prepared files of random documents of 5 to 60 tokens over 64 ids, each ended by `EOD`.
+def write_corpus(
+    prefix: str | Path,
+    documents: int = 200,
+    seed: int = 0,
+    first_class: int = 0,
+    lengths: tuple[int, int] = (5, 60),
+) -> Path:
+    """Prepared files of random documents over 64 ids, each ended by `EOD`.
 
-    first_class: of token 0 in the Engram token map, which goes around.
+    first_class: of token 0 in the Engram token map, which goes around. lengths: least tokens, and one above the most.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -34,7 +40,7 @@ def write_corpus(prefix: str | Path, documents: int = 200, seed: int = 0, first_
     total = 0
     for _ in range(documents):
         # Runs of neighbouring ids, so that there is something to learn.
-        ids = (random.integers(64) + np.arange(random.integers(5, 60))) % 64 + 3
+        ids = (random.integers(64) + np.arange(random.integers(*lengths))) % 64 + 3
         builder.add_item(torch.from_numpy(np.append(ids, EOD)))
         builder.end_document()
         total += len(ids) + 1

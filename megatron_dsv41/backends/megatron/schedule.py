@@ -58,6 +58,16 @@ class RunScheduler(OptimizerParamScheduler):
         self.step(0)
 
 
+def check_thawing(run: Run) -> None:
+    """ValueError when Megatron would wait for gradients that a phase does not compute."""
+    overlaps = any(run.megatron.get(name) for name in ("overlap_grad_reduce", "overlap-grad-reduce"))
+    if overlaps and len({leg.run.phase.index_loss == "off" for leg in run.legs}) > 1:
+        raise ValueError(
+            "megatron.overlap_grad_reduce waits for every parameter's gradient, but phases without index_loss give the "
+            "indexers none: leave overlap_grad_reduce out, or set phase.index_loss in every phase or in none"
+        )
+
+
 def thaw(stages: Iterable[nn.Module], run: Run) -> None:
     """Let everything that some phase trains require gradients, so that all phases share one optimizer state.
 

@@ -42,7 +42,7 @@ from megatron_dsv41.backends.megatron.pipeline import Boundaries, communicator
 from megatron_dsv41.backends.megatron.progress import Reporter
 from megatron_dsv41.backends.megatron.router_bias import update_router_biases
 from megatron_dsv41.backends.megatron.run_export import export_due, export_step
-from megatron_dsv41.backends.megatron.schedule import RunScheduler, clear_frozen, thaw
+from megatron_dsv41.backends.megatron.schedule import RunScheduler, check_thawing, clear_frozen, thaw
 from megatron_dsv41.backends.megatron.shadows import follow_after_steps, follow_owners
 from megatron_dsv41.backends.megatron.weight_rounding import check_rounding, round_after_steps, round_weights
 from megatron_dsv41.checkpoint.sources import StateSource
@@ -384,6 +384,7 @@ def walk(run: Run) -> int:
     Between two phases everything but the process is built anew, from the checkpoint at the end of the first: a run that
     crosses from one to the next does what a run that is resumed there does.
     """
+    check_thawing(run)
     for leg in run.legs:
         check_settings(leg.run)
     step = on_first(lambda: max(checkpoints.complete_steps(run.checkpoint.folder), default=0))

@@ -119,6 +119,15 @@ def test_another_layout_after_the_switch(home, whole):
     assert list(losses(home / name).values())[:5] == pytest.approx(list(losses(folder).values())[:5], rel=1e-3)
 
 
+def test_gradients_that_never_come_are_not_waited_for(home):
+    from megatron_dsv41.backends.megatron.schedule import check_thawing
+
+    run = tiny_run(*settings(home, "unused", "megatron.overlap_grad_reduce=true"))
+    with pytest.raises(ValueError, match="phases without index_loss give the indexers none"):
+        check_thawing(run)
+    check_thawing(tiny_run(*settings(home, "unused")))
+
+
 def test_a_wrong_phase_stops_the_run_before_its_first_step(home):
     bad = PHASES.replace("phase: {yarn: false}", "parallel: {cp: 3}").replace("\n", " ")
     with pytest.raises(AssertionError, match="1 processes cannot be split into tp 1 x pp 1 x cp 3"):
