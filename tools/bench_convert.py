@@ -1,6 +1,7 @@
-"""Conversion throughput against the disk, all in one run: copy and write the same bytes plainly, then convert them.
+"""Conversion throughput against the disk, all in one run: every conversion in turn with its plain peer.
 
-Prints one line per measurement: seconds, GB/s of output, and the ratio to the plain operation.
+Peers: a copy with fsync of the bytes that storage-keeping conversions move; a write with fsync of as many bytes as a
+decoding one puts out. Prints for each the median seconds, GB/s of output and the ratio to its peer of the same round.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import dataclasses
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -70,50 +72,83 @@ def copy_plainly(source: Path, target: Path) -> None:
 def write_plainly(target: Path, size: int) -> None:
     """Write `size` bytes and sync."""
     block = os.urandom(BLOCK)
-    with target.open("wb") as file:
+    target.mkdir()
+    with (target / "bytes").open("wb") as file:
         for start in range(0, size, BLOCK):
             file.write(block[: min(BLOCK, size - start)])
         os.fsync(file.fileno())
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A conversion and the plain operation that it is compared with."""
+
+    title: str
+    plain: Callable[[Path], object]
+    convert: Callable[[Path], object]
+    output: int
+
+
+def measured(case: Case, root: Path, rounds: int) -> str:
+    """One line. Peer and conversion alternate, so that both meet the same disk."""
+    plain: list[float] = []
+    own: list[float] = []
+    for _ in range(rounds):
+        for run, seconds in ((case.plain, plain), (case.convert, own)):
+            target = root / "target"
+            seconds.append(timed(lambda run=run, target=target: run(target)))
+            shutil.rmtree(target)
+    ratios = [p / c for p, c in zip(plain, own, strict=True)]
+    rate, peer = (case.output / statistics.median(times) / 1e9 for times in (own, plain))
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return f"{case.title:<26}{rate:7.3f} GB/s, plain {peer:7.3f} GB/s: {statistics.median(ratios):.2f} ({spread})"
 
 
 def main() -> None:
     """Parse arguments, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=4.0, help="size of the released folder (default: 4)")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where to work; needs 6 times the size")
-    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where to work; needs 8 times the size")
+    parser.add_argument("--workers", type=int, default=0, help="threads (default: as conversions choose)")
+    parser.add_argument("--rounds", type=int, default=3, help="alternations of plain and conversion (default: 3)")
     args = parser.parse_args()
     effort = Effort(workers=args.workers)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         root = Path(name)
-        source = root / "released"
+        source, kept, native = root / "released", root / "kept", root / "native"
         write_released(source, bench_config(args.gigabytes))
-        size = folder_size(source)
-        print(f"released folder: {size / 1e9:.2f} GB")
-
-        def measure(title: str, run: Callable[[], object], output: int, plain: float | None = None) -> float:
-            seconds = timed(run)
-            ratio = f"  {plain / seconds:.2f} of plain" if plain else ""
-            print(f"{title:<28}{seconds:8.2f} s {output / seconds / 1e9:7.3f} GB/s{ratio}", flush=True)
-            return seconds
-
-        copy = measure("plain copy", lambda: copy_plainly(source, root / "copy"), size)
-        shutil.rmtree(root / "copy")
-        kept, native = root / "kept", root / "native"
-        measure(
-            "import, storage kept", lambda: import_checkpoint(source, kept, storage="source", effort=effort), size, copy
+        import_checkpoint(source, kept, storage="source", effort=effort)
+        import_checkpoint(source, native, effort=effort)
+        size, decoded = folder_size(source), folder_size(native)
+        print(f"released folder {size / 1e9:.2f} GB, in bfloat16 {decoded / 1e9:.2f} GB; {os.cpu_count()} CPUs")
+        cases = (
+            Case(
+                "import, storage kept",
+                lambda target: copy_plainly(source, target),
+                lambda target: import_checkpoint(source, target, storage="source", effort=effort),
+                size,
+            ),
+            Case(
+                "export, storage kept",
+                lambda target: copy_plainly(source, target),
+                lambda target: export_checkpoint(kept, target, effort=effort),
+                size,
+            ),
+            Case(
+                "import to bf16",
+                lambda target: write_plainly(target, decoded),
+                lambda target: import_checkpoint(source, target, effort=effort),
+                decoded,
+            ),
+            Case(
+                "export, quantized again",
+                lambda target: copy_plainly(source, target),
+                lambda target: export_checkpoint(native, target, effort=effort),
+                size,
+            ),
         )
-        measure("export, storage kept", lambda: export_checkpoint(kept, root / "a", effort=effort), size, copy)
-        shutil.rmtree(root / "a")
-        shutil.rmtree(kept)
-        seconds = timed(lambda: import_checkpoint(source, native, effort=effort))
-        output = folder_size(native)
-        plain = measure("plain write and fsync", lambda: write_plainly(root / "plain", output), output)
-        (root / "plain").unlink()
-        print(
-            f"{'import to bf16':<28}{seconds:8.2f} s {output / seconds / 1e9:7.3f} GB/s  {plain / seconds:.2f} of plain"
-        )
-        measure("export, quantized again", lambda: export_checkpoint(native, root / "b", effort=effort), size, copy)
+        for case in cases:
+            print(measured(case, root, args.rounds), flush=True)
 
 
 if __name__ == "__main__":

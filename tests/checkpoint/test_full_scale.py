@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import filecmp
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,13 +18,11 @@ from megatron_dsv41 import presets
 from megatron_dsv41.checkpoint.convert import export_checkpoint, import_checkpoint
 from megatron_dsv41.checkpoint.mapping import released_inventory
 from megatron_dsv41.checkpoint.safetensors_io import SafetensorsFolder, Shard, TensorSpec, read_header
+from megatron_dsv41.cli.convert_layout import parse_layout
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.testing.released import folder_bytes, full_config, write_released
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif("DSV41_SLOW" not in os.environ, reason="takes minutes and 2 GB of disk: set DSV41_SLOW=1"),
-]
+pytestmark = pytest.mark.slow
 
 
 def narrow_flash() -> DSV41Config:
@@ -34,15 +36,32 @@ def narrow_flash() -> DSV41Config:
     return flash.with_overrides(narrow | {"engram_compressed_vocab_size": 200, "vision": vision})
 
 
-@pytest.mark.parametrize("storage", ["source", "config"])
-def test_all_96085_tensors_round_trip_byte_for_byte(tmp_path, storage):
-    config = narrow_flash()
-    assert set(released_inventory(config)) == set(released_inventory(presets.flash()))
-    write_released(tmp_path / "src", config)
-    assert len(SafetensorsFolder(tmp_path / "src").headers) == 48
-    import_checkpoint(tmp_path / "src", tmp_path / "native", storage=storage)
+@pytest.fixture(scope="module")
+def released(tmp_path_factory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("flash") / "released"
+    write_released(folder, narrow_flash())
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_names_and_shards_are_the_releases(released):
+    assert set(released_inventory(narrow_flash())) == set(released_inventory(presets.flash()))
+    folder = SafetensorsFolder(released)
+    assert len(folder.tensors) == 96_085 and len(folder.headers) == 48
+
+
+def test_quantized_storage_round_trips_byte_for_byte(tmp_path, released):
+    import_checkpoint(released, tmp_path / "native", storage="source")
     export_checkpoint(tmp_path / "native", tmp_path / "back")
-    assert folder_bytes(tmp_path / "back") == folder_bytes(tmp_path / "src")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(released)
+
+
+@pytest.mark.parametrize("layout", ["", "tp=2", "pp=4", "ep=4", "engram=3", "tp=2,pp=4,ep=4,engram=3"])
+def test_every_layout_round_trips_byte_for_byte(tmp_path, released, layout):
+    divided = parse_layout(layout, narrow_flash()) if layout else None
+    import_checkpoint(released, tmp_path / "native", layout=divided)
+    export_checkpoint(tmp_path / "native", tmp_path / "back")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(released)
 
 
 PROGRAM = """
@@ -50,16 +69,32 @@ import resource, sys
 from megatron_dsv41.checkpoint.convert import export_checkpoint, import_checkpoint
 from megatron_dsv41.checkpoint.pieces import Effort
 effort = Effort(max_memory=int(sys.argv[4]), workers=2)
-import_checkpoint(sys.argv[1], sys.argv[2], effort=effort)
-export_checkpoint(sys.argv[2], sys.argv[3], effort=effort)
+convert = {"import": import_checkpoint, "export": export_checkpoint}[sys.argv[1]]
+convert(sys.argv[2], sys.argv[3], effort=effort)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
-def test_memory_does_not_grow_with_a_table(tmp_path):
-    """An Engram table of 400 MB, a hole on disk; decoded whole it would need 3 GB."""
-    rows, limit = 10**7, 1_250_000_000
-    write_released(tmp_path / "src", full_config())
+def peak_memory(action: str, source: Path, target: Path, limit: int) -> int:
+    """Largest resident set, bytes, of a process that converts with `limit` as its setting."""
+    command = [sys.executable, "-c", PROGRAM, action, str(source), str(target), str(limit)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return int(result.stdout)
+
+
+def test_memory_stays_within_the_setting_with_all_names(tmp_path, released):
+    limit = 1_250_000_000
+    assert peak_memory("import", released, tmp_path / "native", limit) < limit
+    assert peak_memory("export", tmp_path / "native", tmp_path / "back", limit) < limit
+
+
+def test_memory_does_not_grow_with_a_table_of_8_gb(tmp_path):
+    """A hole on disk; decoded whole it would need 16 GB in bfloat16. Import decodes it, export quantizes it again."""
+    limit = 1_250_000_000
+    config = full_config()
+    rows = 8 * 10**9 // config.engram_head_dim
+    write_released(tmp_path / "src", config)
     file = SafetensorsFolder(tmp_path / "src").info("layers.1.engram.embed.weight").file
     path = tmp_path / "src" / file
     header = read_header(path)
@@ -68,11 +103,13 @@ def test_memory_does_not_grow_with_a_table(tmp_path):
     ]
     text = Shard(file, tuple(specs), header.metadata).header()
     path.write_bytes(text)
-    os.truncate(path, len(text) + sum(spec.num_bytes for spec in specs))
-    config = dataclasses.replace(full_config(), engram_num_embeddings=(rows, full_config().engram_num_embeddings[1]))
+    size = len(text) + sum(spec.num_bytes for spec in specs)
+    os.truncate(path, size)
+    config = dataclasses.replace(config, engram_num_embeddings=(rows, config.engram_num_embeddings[1]))
     (tmp_path / "src" / "config.json").write_text(json.dumps(config.to_hf()))
-    folders = [str(tmp_path / name) for name in ("src", "native", "back")]
-    result = subprocess.run([sys.executable, "-c", PROGRAM, *folders, str(limit)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) < limit
-    assert (tmp_path / "back" / file).read_bytes() == path.read_bytes()
+    try:
+        assert peak_memory("import", tmp_path / "src", tmp_path / "native", limit) < limit
+        assert peak_memory("export", tmp_path / "native", tmp_path / "back", limit) < limit
+        assert size > 8 * 10**9 and filecmp.cmp(path, tmp_path / "back" / file, shallow=False)
+    finally:
+        shutil.rmtree(tmp_path)
