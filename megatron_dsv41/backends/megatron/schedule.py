@@ -81,8 +81,9 @@ def thaw(stages: Iterable[nn.Module], run: Run) -> None:
 def clear_frozen(stages: Iterable[nn.Module], leg: Leg) -> None:
     """Forget the gradients of what stands still, so that they take no part in clipping."""
     for name, parameter in _trainable(stages):
-        if parameter.requires_grad and is_frozen(name, leg.run.phase, leg.run.optimizer):
-            parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        gradient: Any = getattr(parameter, "main_grad", None)  # owned tables have gradients of another kind
+        if gradient is not None and is_frozen(name, leg.run.phase, leg.run.optimizer):
+            gradient.zero_()
 
 
 def _trainable(stages: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
