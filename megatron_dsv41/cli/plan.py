@@ -97,7 +97,7 @@ def _training_flops(leg: Leg) -> float:
     )
 
 
-def _describe_leg(leg: Leg, ranks: int, state_bytes: float) -> dict[str, Any]:
+def _describe_leg(leg: Leg, ranks: int, state_bytes: float | None) -> dict[str, Any]:
     run = leg.run
     layout = dataclasses.replace(_layout(run, ranks), state_bytes=state_bytes)
     memory = describe_memory(run.architecture(), layout)
