@@ -63,7 +63,7 @@ def test_every_layer_reports(one_process):
     assert row["grad_norm"] > 3 * row["loss"]  # what the next test compares is the indexers'
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["tp2", "cp2", "pp2", pytest.param("dp2", marks=pytest.mark.slow)])
 def test_layouts_agree(home, one_process, name):
     objective, *layout = LAYOUTS[name]
     rows = run(home, name, 2, objective, *layout)

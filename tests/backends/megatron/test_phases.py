@@ -57,7 +57,7 @@ def home(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=["adamw", "published"])
+@pytest.fixture(scope="module", params=["adamw", pytest.param("published", marks=pytest.mark.slow)])
 def whole(request, home):
     """(name of the optimizer, folder of the uninterrupted run)."""
     name = request.param
@@ -89,7 +89,7 @@ def test_frozen_parts_stand_still_in_their_phase_only(whole):
         assert torch.equal(middle[tensor], end[tensor]) is untrained, tensor
 
 
-@pytest.mark.parametrize("killed_after", [3, 5, 8])
+@pytest.mark.parametrize("killed_after", [3, 5, pytest.param(8, marks=pytest.mark.slow)])
 def test_resumed_in_any_phase_it_goes_on_bitwise(home, whole, killed_after):
     optimizer, folder = whole
     if optimizer == "published" and killed_after != 5:
