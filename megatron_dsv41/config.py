@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -142,6 +143,8 @@ class DSV41Config:
         """A copy with some fields changed; an unknown field is a ValueError naming the nearest one."""
         known = {field.name for field in dataclasses.fields(self)} - {"source"}
         for key in overrides:
+            if key in ("rope_scaling", "rope_parameters"):
+                raise ValueError(f"model.{key} is set by its parts: {', '.join(ROPE_KEYS.values())}")
             if key not in known:
                 raise ValueError(f"model.{key} is not a model setting{nearest(key, known)}")
         return dataclasses.replace(self, **overrides)
@@ -151,6 +154,7 @@ class DSV41Config:
         """Read a released (nested) config dict. Unknown keys are kept for `to_hf`."""
         if "text_config" not in hf:
             raise ValueError("config has no text_config: this is not a DeepSeek-V4.1 config.json")
+        _check_sections(hf)
         text = {**{k: v for k, v in hf.items() if k in TOP_LEVEL_FIELDS}, **hf["text_config"]}
         if text.get("rope_parameters") and text.get("rope_scaling"):
             _require(
@@ -225,6 +229,8 @@ class DSV41Config:
         path = path / "config.json" if path.is_dir() else path
         try:
             return cls.from_hf(json.loads(path.read_text()))
+        except FileNotFoundError as error:
+            raise ValueError(f"{path} does not exist: give a config.json or a folder that holds one") from error
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from error
 
@@ -260,6 +266,15 @@ def _like(old: Any, new: Any) -> Any:
     return int(new) if isinstance(old, int) and float(new).is_integer() else new
 
 
+def _check_sections(hf: Mapping[str, Any]) -> None:
+    text = hf["text_config"]
+    _require(isinstance(text, Mapping), f"text_config must be a mapping, got {text!r}")
+    places = [(hf, "vision_config"), (hf, "quantization_config"), (text, "rope_scaling"), (text, "rope_parameters")]
+    for place, key in places:
+        value = place.get(key)
+        _require(value is None or isinstance(value, Mapping), f"{key} must be a mapping, got {value!r}")
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
@@ -272,6 +287,8 @@ def _check_types(c: DSV41Config) -> None:
         kind = expected.get(str(field.type))
         if kind and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             raise ValueError(f"{field.name} must be {field.type}, got {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{field.name} must be a finite number, got {value}")
         if str(field.type).startswith("tuple") and not _is_int_tuple(value):
             raise ValueError(f"{field.name} must be a list of integers, got {value!r}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -129,6 +130,8 @@ def _scalar(kind: Any, value: Any, where: str) -> Any:
         return int(value)  # 1e6 tokens
     if type(value) is not kind:
         raise ValueError(f"{where} must be of type {kind.__name__}, got {value!r}")
+    if kind is float and not math.isfinite(value):
+        raise ValueError(f"{where} must be a finite number, got {value}")
     return value
 
 

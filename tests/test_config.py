@@ -62,6 +62,8 @@ def test_unknown_override_names_the_nearest():
     [
         ({"hidden_size": 0}, "hidden_size must be positive, got 0"),
         ({"hidden_size": "5120"}, "hidden_size must be int, got '5120'"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a finite number, got inf"),
+        ({"rope_scaling": {"factor": 8}}, "rope_scaling is set by its parts: rope_factor, "),
         ({"num_key_value_heads": 2}, "num_key_value_heads must be 1"),
         ({"o_groups": 7}, "num_attention_heads 64 must be a multiple of o_groups 7"),
         ({"num_experts_per_tok": 400}, "num_experts_per_tok 400 exceeds n_routed_experts 384"),

@@ -33,10 +33,10 @@ def run(args: argparse.Namespace) -> int:
     """0 within tolerance, 1 outside. With --json an error, too, leaves one object on the last line."""
     try:
         return _compare(args)
-    except (ValueError, OSError) as error:
+    except Exception as error:
         if args.json:
             metrics = "loss_rel logits_abs_p999 logits_cos tokens_within_1e-4 grad_cos_min grad_norm_rel_max"
-            print(json.dumps(dict.fromkeys(metrics.split()) | {"ok": False, "error": str(error)}))
+            print(json.dumps(dict.fromkeys(metrics.split()) | {"ok": False, "error": str(error) or repr(error)}))
         raise
 
 
@@ -44,6 +44,7 @@ def _compare(args: argparse.Namespace) -> int:
     from megatron_dsv41.ops.registry import Ops
     from megatron_dsv41.testing.parity import ParityCase, compare, run_transformer
 
+    _check_device(args.device)
     bad = [choice for choice in args.ops if "=" not in choice]
     if bad:
         raise ValueError(f"--ops {bad[0]}: write OP=PROVIDER, for example csa2=triton")
@@ -66,6 +67,15 @@ def _compare(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.summary()))
     return 1 if report.failures else 0
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # the second: a build without that kind of device
+        raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 def print_report(title: str, dtype: str, report, worst: int) -> None:

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dsv41.checkpoint.convert import load_released
-from megatron_dsv41.checkpoint.mapping import bind
-from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.checkpoint.mapping import bind, is_carried
+from megatron_dsv41.config import DSV41Config, nearest
 from megatron_dsv41.data.packing import Packed, targets
 from megatron_dsv41.data.token_map import load_token_map
 from megatron_dsv41.modules.transformer import Transformer, next_token_loss
@@ -104,6 +104,30 @@ class ParityCase:
             )
         if self.expected["loss"].numel() != 1:
             raise ValueError(f"{self.folder}: loss must be one number, got {list(self.expected['loss'].shape)}")
+        self._check_streams_and_gradients()
+
+    def _check_streams_and_gradients(self) -> None:
+        """What is compared must be comparable, and what nothing would be compared with is a mistake."""
+        config = self.config
+        streams = self.input_ids.shape[1] * config.hc_mult * config.hidden_size
+        shapes = {name: b.part_shape for b in bind(config) for name in b.released}
+        for name, tensor in self.expected.items():
+            kind, _, rest = name.partition(".")
+            if kind == "streams":
+                layer = int(rest) if rest.isdigit() else config.num_hidden_layers
+                if layer >= config.num_hidden_layers or tensor.numel() != streams:
+                    raise ValueError(
+                        f"{self.folder}: {name} {list(tensor.shape)} is not [{self.input_ids.shape[1]}, "
+                        f"{config.hc_mult}, {config.hidden_size}] of a layer 0..{config.num_hidden_layers - 1}"
+                    )
+            if kind not in ("grad", "grad_norm") or is_carried(rest):
+                continue
+            if rest not in shapes:
+                raise ValueError(f"{self.folder}: {name} belongs to no tensor of the model{nearest(rest, set(shapes))}")
+            shape = shapes[rest]
+            whole_rows = tensor.numel() % math.prod(shape[1:]) == 0 and tensor.numel() <= math.prod(shape)
+            if not (tensor.numel() == 1 if kind == "grad_norm" else whole_rows):
+                raise ValueError(f"{self.folder}: {name} is {list(tensor.shape)}, the model's tensor {list(shape)}")
 
     @property
     def input_ids(self) -> Tensor:

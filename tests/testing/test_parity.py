@@ -113,6 +113,9 @@ def test_bf16_case_is_a_smoke_test(tmp_path):
             r"logits must be \[2, 48, 400\], got \[2, 48, 399\]",
         ),
         (lambda e: e["input_ids"].fill_(400), "input_ids reach from 400 to 400, vocab_size is 400"),
+        (lambda e: e.update({"streams.3": e["streams.3"][:, 1:].clone()}), r"streams.3 \[1, 47, 4, 64\] is not \[48,"),
+        (lambda e: e.update({"grad.norm.wieght": torch.ones(64)}), "no tensor of the model; did you mean norm.weight"),
+        (lambda e: e.update({"grad.norm.weight": torch.ones(65)}), r"\[65\], the model's tensor \[64\]"),
     ],
 )
 def test_recorded_outputs_that_do_not_fit_are_named(tmp_path, capsys, damage, message):
@@ -127,6 +130,39 @@ def test_recorded_outputs_that_do_not_fit_are_named(tmp_path, capsys, damage, me
     assert main(["parity", str(folder), "--json"]) == 2
     result = json.loads(capsys.readouterr().out.rstrip("\n").split("\n")[-1])
     assert result["ok"] is False and result["loss_rel"] is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c: c.update(text_config=3), "text_config must be a mapping, got 3"),
+        (lambda c: c["text_config"].update(rope_parameters=5), "rope_parameters must be a mapping, got 5"),
+    ],
+)
+def test_config_of_another_form_is_named(tmp_path, capsys, damage, message):
+    folder = copy_case(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    damage(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["parity", str(folder), "--json"]) == 2
+    result = json.loads(capsys.readouterr().out.rstrip("\n").split("\n")[-1])
+    assert result["ok"] is False and message in result["error"]
+
+
+def test_an_error_of_ours_leaves_one_json_object_too(tmp_path, capsys, monkeypatch):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("megatron_dsv41.testing.parity.compare", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["parity", str(FOLDER / "odd_length_fp32"), "--json"])
+    result = json.loads(capsys.readouterr().out.rstrip("\n").split("\n")[-1])
+    assert result["ok"] is False and result["error"] == "ZeroDivisionError()"
+
+
+def test_device_that_is_not_there_is_named(capsys):
+    assert main(["parity", str(FOLDER / "odd_length_fp32"), "--device", "warp"]) == 2
+    assert "--device warp cannot be used here" in capsys.readouterr().err
 
 
 def test_damaged_recording_is_named(tmp_path):
