@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_dsv41.backends.megatron.layouts import crossing_planner, stage_layers
+from megatron_dsv41.backends.megatron.settings import check_settings
 from megatron_dsv41.experiments.communication import Stage
 from megatron_dsv41.experiments.flops import flops_per_token
 from megatron_dsv41.experiments.memory import Layout
@@ -23,7 +25,7 @@ from megatron_dsv41.experiments.planning import (
 from megatron_dsv41.optim.groups import group_parameters
 from megatron_dsv41.presets import PRESETS
 from megatron_dsv41.recipes import RECIPES
-from megatron_dsv41.run_config import Leg, Run, load_run, run_from_dict
+from megatron_dsv41.run_config import Batch, Leg, Parallel, Run, load_run, run_from_dict
 
 HELP = "show layers, parameters, memory per rank, tokens and learning rate of a run, without starting it"
 BARS = "▁▂▃▄▅▆▇█"
@@ -63,6 +65,8 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
     """Everything that `dsv41 plan` shows, as plain values. Raises ValueError for a layout that cannot be."""
     config, first = planned.architecture(), planned.legs[0].run
     ranks = ranks or max(_fewest_ranks(leg.run) for leg in planned.legs)
+    for leg in planned.legs:
+        _check(leg.run, ranks)
     layout = _layout(first, ranks)
     report = describe_model(config, first.phase, first.data.seq_length)
     if planned.optimizer.name != "adamw":
@@ -162,25 +166,27 @@ def _planned_run(args: argparse.Namespace) -> Run:
         "train": {"steps": 1},
         "checkpoint": {"folder": "none"},
     }
-    return run_from_dict(bare, overrides)
+    planned = run_from_dict(bare, overrides)
+    if any(override.startswith("batch") for override in overrides):
+        return planned
+    data = (args.ranks or _fewest_ranks(planned)) // _model_ranks(planned.parallel)
+    return dataclasses.replace(planned, batch=Batch(sequences=max(1, data)))  # one for each
 
 
-def _layout(planned: Run, ranks: int | None) -> Layout:
+def _check(run: Run, ranks: int) -> None:
+    """ValueError for what the start of a run on so many ranks would refuse, files apart."""
+    check_settings(run, ranks)
+    if run.megatron:  # the only part that needs Megatron, and with it torch
+        from megatron_dsv41.backends.megatron.config import check_megatron_settings
+
+        check_megatron_settings(run)
+
+
+def _layout(planned: Run, ranks: int) -> Layout:
+    """Ranks that fit the run."""
     parallel = planned.parallel
-    least = parallel.tp * parallel.pp * parallel.cp
-    world = ranks or _fewest_ranks(planned)
-    if world % least:
-        raise ValueError(f"{world} ranks are not a multiple of tp x pp x cp = {least}")
-    data = world // least
-    stage, experts = world // parallel.pp, parallel.ep * parallel.expert_tp
-    if stage % experts:
-        raise ValueError(f"{stage} ranks per stage are not a multiple of ep x etp = {experts}")
+    data = ranks // _model_ranks(parallel)
     per_pass = planned.batch.micro * data
-    if planned.sequences_per_step % per_pass and ranks is not None:
-        raise ValueError(
-            f"the global batch of {planned.sequences_per_step} sequences is not a multiple of "
-            f"batch.micro {planned.batch.micro} x data-parallel size {data}"
-        )
     return Layout(
         data=data,
         tensor=parallel.tp,
@@ -191,7 +197,7 @@ def _layout(planned: Run, ranks: int | None) -> Layout:
         expert=parallel.ep,
         expert_tensor=parallel.expert_tp,
         micro_batch=planned.batch.micro,
-        num_micro_batches=max(planned.sequences_per_step // per_pass, 1),
+        num_micro_batches=planned.sequences_per_step // per_pass,
         seq_length=planned.data.seq_length,
         recompute=planned.train.recompute,
         cut=parallel.layout,
@@ -200,7 +206,12 @@ def _layout(planned: Run, ranks: int | None) -> Layout:
 
 def _fewest_ranks(planned: Run) -> int:
     parallel = planned.parallel
-    return max(parallel.tp * parallel.pp * parallel.cp, parallel.pp * parallel.ep * parallel.expert_tp)
+    return math.lcm(_model_ranks(parallel), parallel.pp * parallel.ep * parallel.expert_tp, parallel.engram or 1)
+
+
+def _model_ranks(parallel: Parallel) -> int:
+    """Ranks that hold one copy of everything but the experts."""
+    return parallel.tp * parallel.pp * parallel.cp
 
 
 def _evenly(steps: int) -> list[int]:

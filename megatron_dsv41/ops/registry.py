@@ -97,6 +97,27 @@ def load(op: str, provider: str) -> Callable[..., Any]:
         raise ImportError(f"op {op}: provider {provider!r} needs the package {error.name!r}: {error}") from error
 
 
+def choose(choice: Mapping[str, str]) -> dict[str, str]:
+    """Provider of every op by name alone: nothing is imported. ValueError for names that are not there."""
+    families = {op.split(".")[0] for op in PROVIDERS}
+    for key, wanted in choice.items():
+        if key != "*" and key not in PROVIDERS and key not in families:
+            raise ValueError(f"ops.{key} is neither an op nor a family{nearest(key, set(PROVIDERS) | families)}")
+        known = {name for op in PROVIDERS if key in ("*", op, op.split(".")[0]) for name in PROVIDERS[op]}
+        for name in _names(wanted) if key not in PROVIDERS else [wanted]:
+            if name not in known:
+                whose = f"op {key} has no provider" if key in PROVIDERS else f"ops.{key}: no op has a provider"
+                raise ValueError(f"{whose} {name!r}{nearest(name, known)}; there are {', '.join(sorted(known))}")
+    return {op: _provider(op, choice) for op in PROVIDERS}
+
+
+def _provider(op: str, choice: Mapping[str, str]) -> str:
+    if op in choice:
+        return choice[op]
+    preferred = _names(choice.get(op.split(".")[0], choice.get("*", "")))
+    return next((name for name in preferred if name in PROVIDERS[op]), "ref")
+
+
 class Ops:
     """The chosen implementation of every op. `ops["csa2.sparse_attend"](...)` calls it.
 
@@ -106,24 +127,8 @@ class Ops:
     """
 
     def __init__(self, choice: Mapping[str, str] | None = None):
-        choice = dict(choice or {})
-        families = {op.split(".")[0] for op in PROVIDERS}
-        for key in choice:
-            if key != "*" and key not in PROVIDERS and key not in families:
-                raise ValueError(f"ops.{key} is neither an op nor a family{nearest(key, set(PROVIDERS) | families)}")
-            known = {name for op in PROVIDERS if key in ("*", op, op.split(".")[0]) for name in PROVIDERS[op]}
-            for name in _names(choice[key]) if key not in PROVIDERS else ():
-                if name not in known:
-                    raise ValueError(f"ops.{key}: no op has a provider {name!r}{nearest(name, known)}")
-        self.chosen = {op: self._provider(op, choice) for op in PROVIDERS}
+        self.chosen = choose(choice or {})
         self._functions = {op: load(op, provider) for op, provider in self.chosen.items()}
-
-    @staticmethod
-    def _provider(op: str, choice: Mapping[str, str]) -> str:
-        if op in choice:
-            return choice[op]
-        preferred = _names(choice.get(op.split(".")[0], choice.get("*", "")))
-        return next((name for name in preferred if name in PROVIDERS[op]), "ref")
 
     def __getitem__(self, op: str) -> Callable[..., Any]:
         return self._functions[op]

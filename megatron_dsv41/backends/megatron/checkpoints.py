@@ -7,12 +7,15 @@ Megatron writes its torch_dist checkpoint into `.saving/`; when it is complete a
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,8 +25,11 @@ from megatron_dsv41.checkpoint.distributed import lost_files
 STAGING = ".saving"
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "files.json"
+LOCK = ".lock"
 MOST_LISTED = 10
 HASH = "dsv41_engram_hash"  # in the stored arguments: the digest of all that decides an Engram row of these weights
+# The lock files of this process. The system lets go of them when it ends, however it ends.
+_held: dict[Path, TextIO] = {}
 
 
 def checkpoint_path(folder: str | Path, step: int) -> Path:
@@ -80,7 +86,7 @@ def open_folder(folder: str | Path, resume: bool) -> int | None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"checkpoint.folder {folder} is a file")
     if folder.is_dir() and any(folder.iterdir()):
-        ours = complete_steps(folder) or any((folder / name).exists() for name in ("run.yaml", TRACKER, STAGING))
+        ours = complete_steps(folder) or any((folder / name).exists() for name in ("run.yaml", TRACKER, STAGING, LOCK))
         if not resume:
             raise ValueError(
                 f"checkpoint.folder {folder} is not empty and checkpoint.resume is false: choose another folder"
@@ -89,7 +95,7 @@ def open_folder(folder: str | Path, resume: bool) -> int | None:
             raise ValueError(
                 f"checkpoint.folder {folder} is not empty and holds no run of this program: choose another folder"
             )
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_ours(folder)
     shutil.rmtree(folder / STAGING, ignore_errors=True)
     refuse_damaged(folder)
     steps = complete_steps(folder)
@@ -98,6 +104,17 @@ def open_folder(folder: str | Path, resume: bool) -> int | None:
         return None
     _write_tracker(folder, steps[-1])
     return steps[-1]
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn whatever the readers of a damaged checkpoint raise into a ValueError that says how to go on."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        before = [step for step in complete_steps(path.parent) if checkpoint_path(path.parent, step) < path]
+        rest = f"go on from step {before[-1]}" if before else "start again"
+        raise ValueError(f"checkpoint {path} cannot be read ({_cause(error)}): delete that folder to {rest}") from error
 
 
 def require_space(folder: str | Path, num_bytes: float, what: str = "one checkpoint") -> None:
@@ -153,6 +170,25 @@ def _publish(folder: Path, staging: Path, step: int, keep: int | None) -> None:
     if keep is not None:
         for old in complete_steps(folder)[:-keep]:
             shutil.rmtree(checkpoint_path(folder, old), ignore_errors=True)
+
+
+def _make_ours(folder: Path) -> None:
+    """Create the folder, and keep other runs out of it until this process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder not in _held:
+            _held[folder] = (folder / LOCK).open("a")
+    except OSError as error:
+        raise ValueError(f"checkpoint.folder {folder} cannot be written: {error.strerror}; choose another") from error
+    try:
+        fcntl.lockf(_held[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            _held.pop(folder).close()
+            raise ValueError(
+                f"checkpoint.folder {folder} is in use by another run: stop that one or choose another folder"
+            ) from error
+        # Any other error: the file system knows no locks.
 
 
 def _write_tracker(folder: Path, step: int) -> None:

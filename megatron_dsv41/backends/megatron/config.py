@@ -44,8 +44,20 @@ REFUSED = {
 }
 
 
+SET_ELSEWHERE = "the trainer sets it from other sections of the run file"
+# Checkpoints match groups by their rates, and the peak may be another at the next start: groups carry their rate in
+# proportion to the run's.
+PEAK = 1.0
+
+
 def megatron_arguments(run: Run, data_parallel_size: int) -> list[str]:
     """The command line that stock Megatron would be started with."""
+    given = {name.replace("_", "-"): value for name, value in run.megatron.items()}
+    return _command_line(_trainer_arguments(run) | given)
+
+
+def _trainer_arguments(run: Run) -> dict[str, Any]:
+    """What the trainer sets, by the names of the command line."""
     model, parallel = run.architecture(), run.parallel
     values: dict[str, Any] = {
         # sizes; what they mean to a GPT is irrelevant, the model is built from the architecture
@@ -109,16 +121,14 @@ def megatron_arguments(run: Run, data_parallel_size: int) -> list[str]:
             "moe-router-topk": model.num_experts_per_tok,
             "moe-token-dispatcher-type": parallel.dispatcher,
         }
-    for name, value in run.megatron.items():
-        values[name.replace("_", "-")] = value
-    return _command_line(values)
+    return values
 
 
 def _optimizer_arguments(run: Run) -> dict[str, Any]:
     optimizer = run.optimizer
     return {
         "optimizer": "adam",
-        "lr": optimizer.lr,
+        "lr": PEAK,
         "adam-beta1": optimizer.beta1,
         "adam-beta2": optimizer.beta2,
         "adam-eps": optimizer.eps,
@@ -154,20 +164,27 @@ def _command_line(values: dict[str, Any]) -> list[str]:
     return words
 
 
-def check_megatron_names(run: Run) -> None:
-    """ValueError for a `megatron.*` setting that Megatron does not know or that the trainer sets itself."""
+def check_megatron_settings(run: Run) -> None:
+    """ValueError for a `megatron.*` setting that Megatron does not know or cannot read, or that the trainer sets."""
     from megatron.training.arguments import add_megatron_arguments
 
     if not run.megatron:
         return
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    known = {option.lstrip("-") for action in parser._actions for option in action.option_strings}
-    for name in run.megatron:
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False))
+    places = {option.lstrip("-"): action.dest for action in parser._actions for option in action.option_strings}
+    ours = {places.get(name) for name in _trainer_arguments(run)}
+    for name, value in run.megatron.items():
         option = name.replace("_", "-")
-        if option not in known:
-            raise ValueError(f"megatron.{name} is not an argument of Megatron{nearest(option, known)}")
-        if option in REFUSED:
-            raise ValueError(f"megatron.{name} cannot be set: {REFUSED[option]}")
+        if option not in places:
+            raise ValueError(f"megatron.{name} is not an argument of Megatron{nearest(option, set(places))}")
+        if option in REFUSED or places[option] in ours:
+            raise ValueError(f"megatron.{name} cannot be set: {REFUSED.get(option, SET_ELSEWHERE)}")
+        try:
+            _, rest = parser.parse_known_args(_command_line({option: value}))
+        except argparse.ArgumentError as error:
+            raise ValueError(f"megatron.{name} cannot be {value!r}: {error.message}") from error
+        if rest:
+            raise ValueError(f"megatron.{name} cannot be {value!r}: it is a switch, true or left out")
 
 
 def parse_megatron(run: Run, data_parallel_size: int) -> Any:
@@ -178,6 +195,8 @@ def parse_megatron(run: Run, data_parallel_size: int) -> Any:
     sys.argv = ["dsv41", *megatron_arguments(run, data_parallel_size)]  # Megatron's parser reads only this
     try:
         return parse_and_validate_args()
+    except AssertionError as error:
+        raise ValueError(f"Megatron refuses the settings of this run: {error}") from error
     finally:
         sys.argv = command
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron_dsv41.backends.megatron import cpu, patches
 from megatron_dsv41.parallel.environment import adopt_slurm_ranks
-from megatron_dsv41.run_config import Parallel, Run
+from megatron_dsv41.run_config import Parallel
 
 
 def prepare_process() -> None:
@@ -89,36 +89,6 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def check_world(run: Run, world_size: int) -> int:
-    """Data-parallel size of the run on `world_size` processes; ValueError when the sizes do not fit together."""
-    parallel = run.parallel
-    model_size = parallel.tp * parallel.pp * parallel.cp
-    if world_size % model_size:
-        raise ValueError(
-            f"{world_size} processes cannot be split into tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp} = "
-            f"{model_size}: start a multiple of {model_size} processes"
-        )
-    expert_size = parallel.expert_tp * parallel.ep * parallel.pp
-    if world_size % expert_size:
-        raise ValueError(
-            f"{world_size} processes cannot be split into etp {parallel.expert_tp} x ep {parallel.ep} x pp "
-            f"{parallel.pp} = {expert_size}: start a multiple of {expert_size} processes"
-        )
-    if parallel.engram is not None and world_size % parallel.engram:
-        sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        raise ValueError(
-            f"parallel.engram {parallel.engram} does not divide {world_size} processes: groups of equal size own the "
-            f"tables; set it to one of {', '.join(map(str, sizes))}"
-        )
-    data_size = world_size // model_size
-    if run.sequences_per_step % (run.batch.micro * data_size):
-        raise ValueError(
-            f"the global batch of {run.sequences_per_step} sequences is not a multiple of batch.micro "
-            f"{run.batch.micro} x {data_size} data-parallel ranks: change batch.sequences or batch.micro"
-        )
-    return data_size
 
 
 def _free_port() -> int:

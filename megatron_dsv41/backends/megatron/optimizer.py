@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_dsv41.backends.megatron.config import PEAK
 from megatron_dsv41.checkpoint.mapping import parameter_bindings
 from megatron_dsv41.optim.groups import decays, is_frozen
 from megatron_dsv41.run_config import Leg, Run
@@ -36,7 +37,7 @@ def group_overrides(leg: Leg) -> dict[Any, Any]:
     if leg.run.train.precision != "fp32":
         # The distributed optimizer takes one parameter's state for another's in a group of two dtypes. A value of
         # their own, equal in effect to the others', puts the fp32 parameters into groups of their own.
-        add("stays_fp32", lambda p, name: p.dtype is torch.float32, max_lr=leg.run.optimizer.lr)
+        add("stays_fp32", lambda p, name: p.dtype is torch.float32, max_lr=PEAK)
     return overrides
 
 

@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
+from megatron_dsv41.backends.megatron.config import PEAK
 from megatron_dsv41.backends.megatron.engram_tables import OwnedTable
 from megatron_dsv41.backends.megatron.layout import Layout, cuts_of
 from megatron_dsv41.backends.megatron.optimizer_parts import Part, assign_parts, share_parts, whole_shape
@@ -66,7 +67,7 @@ class MegatronMixedOptimizer(MegatronOptimizer):
             places = [part.place for part in mine] + [table.place for table in owned]
             entry = optimizer_group(group, tensors + [table.master for table in owned], places)
             # What Megatron's scheduler reads: it sets `lr` and `weight_decay` before every step.
-            entry |= {"max_lr": run.optimizer.lr * group.lr, "min_lr": 0.0}
+            entry |= {"max_lr": PEAK * group.lr, "min_lr": 0.0}
             entry |= {"wd_mult": float(group.decay > 0), "default_config": group.lr == 1.0}
             param_groups.append(entry)
         self.updates = MixedOptimizer(param_groups, run.optimizer)

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
+from megatron_dsv41.backends.megatron.config import PEAK
 from megatron_dsv41.backends.megatron.optimizer import frozen_marks
 from megatron_dsv41.optim.groups import ROLES, is_frozen, role_of
 from megatron_dsv41.run_config import Leg, Run
@@ -24,17 +25,17 @@ class RunScheduler(OptimizerParamScheduler):
     def __init__(self, optimizer: Any, leg: Leg, finished_steps: int):
         self.leg, self.finished = leg, finished_steps
         self.still = frozen_marks(leg)
-        settings = leg.run.optimizer
+        decay = leg.run.optimizer.weight_decay
         super().__init__(
             optimizer,
             init_lr=0.0,
-            max_lr=settings.lr,
+            max_lr=PEAK,
             min_lr=0.0,
             lr_warmup_steps=0,
             lr_decay_steps=1,
             lr_decay_style="constant",
-            start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
+            start_wd=decay,
+            end_wd=decay,
             wd_incr_steps=0,
             wd_incr_style="constant",
             use_checkpoint_opt_param_scheduler=False,
@@ -45,8 +46,7 @@ class RunScheduler(OptimizerParamScheduler):
         """Rate of the update after `finished` steps."""
         if param_group.get("min_lr") in self.still:
             return 0.0
-        peak = self.leg.run.optimizer.lr
-        return self.leg.whole.learning_rate(self.finished) * (param_group.get("max_lr", peak) / peak)
+        return self.leg.whole.learning_rate(self.finished) * (param_group.get("max_lr", PEAK) / PEAK)
 
     def step(self, increment: int) -> None:
         """One optimizer step is over; an increment of 0 only sets the rates."""

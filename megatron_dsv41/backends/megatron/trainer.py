@@ -18,10 +18,10 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from torch import Tensor
 
-from megatron_dsv41.backends.megatron import checkpoints, launch, optimizer, patches
+from megatron_dsv41.backends.megatron import checkpoints, launch, optimizer, patches, settings
 from megatron_dsv41.backends.megatron.aux_loss import AuxLoss
 from megatron_dsv41.backends.megatron.builder import DSV41ModelConfig
-from megatron_dsv41.backends.megatron.config import check_megatron_names, parse_megatron, transformer_config
+from megatron_dsv41.backends.megatron.config import check_megatron_settings, parse_megatron, transformer_config
 from megatron_dsv41.backends.megatron.data import (
     MicroBatch,
     ReplayDraw,
@@ -35,7 +35,6 @@ from megatron_dsv41.backends.megatron.faults import FaultCheck
 from megatron_dsv41.backends.megatron.initial import load_weights, open_weights
 from megatron_dsv41.backends.megatron.layer_metrics import layer_metrics
 from megatron_dsv41.backends.megatron.layout import Layout
-from megatron_dsv41.backends.megatron.layouts import check_layout, plan_crossings, sequence_pieces
 from megatron_dsv41.backends.megatron.model import DSV41Model
 from megatron_dsv41.backends.megatron.optimizer_mixed import MegatronMixedOptimizer, optimizer_table
 from megatron_dsv41.backends.megatron.pipeline import Boundaries, communicator
@@ -362,20 +361,30 @@ class Trainer:
 
     def load_checkpoint(self, stock: Any, model: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Compare names and shapes first: what does not fit is listed."""
-        if self.resume_step is not None:
+        stages = unwrap_model(model)
+        if self.resume_step is None:
+            loaded = stock(model, *args, **kwargs)
+        else:
             path = checkpoints.checkpoint_path(self.run.checkpoint.folder, self.resume_step)
-            stages = unwrap_model(model)
-            expected = checkpoints.model_shapes(stage.sharded_state_dict() for stage in stages)
-            checkpoints.compare_tensors(expected, checkpoints.stored_shapes(path), f"checkpoint {path}")
-            _check_same_hash(on_first(lambda: checkpoints.stored_hash(path)), self.corpus, str(path))
-            torch.distributed.barrier()
-            if torch.distributed.get_rank() == 0:
-                _record_run(self.leg.whole)
-        found = stock(model, *args, **kwargs)
+            self._check_stored(path, stages)
+            with checkpoints.reading(path):
+                loaded = stock(model, *args, **kwargs)
         if self.run.phase.quantized_weights:
-            round_weights(unwrap_model(model), self.architecture, self.layout)
-        follow_owners(unwrap_model(model), self.groups.pp)
-        return found
+            round_weights(stages, self.architecture, self.layout)
+        follow_owners(stages, self.groups.pp)
+        return loaded
+
+    def _check_stored(self, path: Path, stages: list[DSV41Model]) -> None:
+        """ValueError when the checkpoint is of another model; when it fits, the run is recorded as it is now."""
+        expected = checkpoints.model_shapes(stage.sharded_state_dict() for stage in stages)
+        with checkpoints.reading(path):
+            found = checkpoints.stored_shapes(path)
+            digest = on_first(lambda: checkpoints.stored_hash(path))
+        checkpoints.compare_tensors(expected, found, f"checkpoint {path}")
+        _check_same_hash(digest, self.corpus, str(path))
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            _record_run(self.leg.whole)
 
 
 def walk(run: Run) -> int:
@@ -409,10 +418,9 @@ def create(run: Run | Leg) -> Trainer:
 
 def check_settings(run: Run) -> int:
     """What can be found wrong without looking at files: ValueError. The data-parallel size."""
-    data_parallel_size = launch.check_world(run, torch.distributed.get_world_size())
-    refuse_unsupported(run)
+    data_parallel_size = settings.check_settings(run, torch.distributed.get_world_size())
     check_rounding(run)
-    check_megatron_names(run)
+    check_megatron_settings(run)
     Ops(run.ops)
     return data_parallel_size
 
@@ -427,6 +435,8 @@ def check(leg: Leg) -> Checked:
     if run.train.init_from and resume_step is None:
         weights = open_weights(run.train.init_from, run.architecture())
         _check_same_hash(getattr(getattr(weights, "record", None), "hash_digest", None), corpus, run.train.init_from)
+    if resume_step is None:
+        on_first(lambda: _record_run(whole))
     return Checked(corpus, data_parallel_size, resume_step, weights)
 
 
@@ -439,8 +449,6 @@ def _open_run(run: Run, start: int) -> int | None:
         _check_same_optimizer(run, folder / "run.yaml")
     weights = count_parameters(run.architecture()).total
     checkpoints.require_space(folder, weights * (16 if run.checkpoint.optimizer else 4))
-    if step is None:
-        _record_run(run)
     return step
 
 
@@ -476,32 +484,6 @@ def _check_same_optimizer(run: Run, stored: Path) -> None:
                 f"checkpoint.folder {stored.parent} was trained with {setting}={was}, whose state {setting}={now} "
                 f"cannot continue: set {setting}={was}, or start another folder from its weights with train.init_from"
             )
-
-
-def refuse_unsupported(run: Run) -> None:
-    """ValueError for every layout that this backend cannot compute, with the setting, its limit and the fix."""
-    parallel, config, seq = run.parallel, run.architecture(), run.data.seq_length
-    check_layout(config, parallel)
-    pieces = sequence_pieces(parallel)
-    if seq % pieces:
-        raise ValueError(
-            f"data.seq_length {seq} is not a multiple of the {pieces} pieces that parallel.cp and sp cut it into"
-        )
-    halo = config.sliding_window - 1
-    if parallel.cp > 1 and seq // parallel.cp < halo:
-        raise ValueError(
-            f"parallel.cp {parallel.cp} leaves {seq // parallel.cp} tokens per rank, but the window's halo of {halo} "
-            f"must come from one neighbour: set parallel.cp to at most {max(1, seq // halo)}"
-        )
-    crossings = plan_crossings(config, run.phase, parallel, run.batch.micro, seq)
-    gathers_late = any(run.megatron.get(name) for name in ("overlap_param_gather", "overlap-param-gather"))
-    if gathers_late and any(crossing.shadows for crossing in crossings):
-        raise ValueError(
-            "megatron.overlap_param_gather updates weights after the step has ended, when shadow indexers have taken "
-            "their owners' weights: set parallel.shadows=never, or leave overlap_param_gather out"
-        )
-    if parallel.cp > 1 and run.batch.micro > 1:
-        raise ValueError(f"parallel.cp {parallel.cp} needs batch.micro=1, got {run.batch.micro}")
 
 
 def open_corpus(run: Run) -> Corpus:

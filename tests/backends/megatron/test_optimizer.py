@@ -68,7 +68,7 @@ def built(run):
     config = OptimizerConfig(optimizer="adam", lr=run.optimizer.lr, clip_grad=run.optimizer.clip)
     optimizer = MegatronMixedOptimizer(config, stages, run, layout, trainer.groups)
     for group in optimizer.param_groups:
-        group["lr"] = group["max_lr"]
+        group["lr"] = run.optimizer.lr * group["max_lr"]
     return parameters, optimizer, layout
 
 

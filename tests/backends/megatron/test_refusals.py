@@ -1,6 +1,8 @@
 """What a run cannot do is refused before its first step; what breaks later leaves the last checkpoint whole."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,7 @@ def refusals(folder, *cases):
     found = []
     for overrides in cases:
         try:
-            trainer.check(tiny_run(folder, *overrides))
+            trainer.check(tiny_run(folder, *overrides).legs[0])
             found.append(None)
         except (ValueError, OSError) as error:
             found.append(f"{type(error).__name__}: {error}")
@@ -54,6 +56,11 @@ CASES = {
     "ops.csa3=triton": "ValueError: ops.csa3 is neither an op nor a family; did you mean csa2",
     "megatron.overlap_grad_reduc=true": "overlap_grad_reduc is not an argument of Megatron; did you mean overlap-grad",
     "megatron.async_save=true": "ValueError: megatron.async_save cannot be set",
+    "megatron.train_iters=1": "ValueError: megatron.train_iters cannot be set: the trainer sets it",
+    "megatron.ddp_bucket_size=few": "megatron.ddp_bucket_size cannot be 'few': invalid int value",
+    "megatron.overlap_grad_reduce=5": "megatron.overlap_grad_reduce cannot be 5: it is a switch",
+    "ops.csa2=tritn": "ValueError: ops.csa2: no op has a provider 'tritn'; did you mean triton",
+    "checkpoint.folder=/proc/none": "ValueError: checkpoint.folder /proc/none cannot be written",
     "train.steps=2": "already holds step 2 of 2: raise train.steps to go on",
     "checkpoint.resume=false": "is not empty and checkpoint.resume is false",
 }
@@ -93,6 +100,7 @@ def test_folders_and_files(home, tmp_path):
     ):
         assert message is not None and expected in message, message
     assert (tmp_path / "full" / "thesis.txt").exists()
+    assert not (tmp_path / "new" / "run.yaml").exists()
 
     tokens = np.frombuffer(content, dtype=np.uint16).copy()
     tokens[100] = 96
@@ -118,6 +126,45 @@ def test_checkpoint_of_another_model(home):
     assert text.count("extra: layers.3.engram.") == 4 and text.count("misshapen: ") == 6 and "and 34 more" in text
     # The refused attempt left the description of the run as it was: its checkpoint can still be exported.
     assert "moe_intermediate_size" not in (home / "run" / "run.yaml").read_text()
+
+
+def test_resume_at_another_rate(home):
+    """Megatron matches the groups of a checkpoint by their peak rates."""
+    for name in ("adamw", "published"):
+        folder = home / f"rate-{name}"
+        work = (f"checkpoint.folder={folder}", "batch.micro=4", "checkpoint.interval=1", f"optimizer.name={name}")
+        assert run_ranks(train, 1, home, *work, "train.steps=1", "optimizer.lr=1e-2") == [0]
+        rates = ("optimizer.lr=4e-3", "schedule.stable=2")
+        assert run_ranks(train, 1, home, *work, "train.steps=2", *rates) == [0]
+        assert [row["lr"] for row in read_metrics(folder)] == pytest.approx([1e-2, 4e-3])
+
+
+def test_damaged_checkpoint(home):
+    folder = home / "damaged"
+    shutil.copytree(home / "run", folder)
+    metadata = checkpoints.checkpoint_path(folder, 2) / ".metadata"
+    metadata.write_bytes(bytes(metadata.stat().st_size))
+    with pytest.raises(
+        AssertionError, match=r"ValueError: checkpoint .*iter_0000002 cannot be read \(.*\): delete .* from step 1"
+    ):
+        run_ranks(train, 1, home, "train.steps=3", "batch.micro=4", f"checkpoint.folder={folder}")
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
+    holder = (
+        "import fcntl, sys; file = open('run/.lock', 'a'); fcntl.lockf(file, fcntl.LOCK_EX);"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    (tmp_path / "run").mkdir()
+    other = subprocess.Popen(
+        [sys.executable, "-c", holder], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match="run is in use by another run: stop that one"):
+        checkpoints.open_folder(tmp_path / "run", resume=True)
+    other.communicate("")
+    assert checkpoints.open_folder(tmp_path / "run", resume=True) is None
+    assert checkpoints.open_folder(tmp_path / "run", resume=True) is None  # the next phase of the same process
 
 
 def test_resume_with_another_tokenizer_of_equal_size(home):

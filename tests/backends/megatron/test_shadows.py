@@ -89,12 +89,10 @@ def test_shadows_do_not_change_training(tmp_path):
 
 
 def refusal(folder, *overrides):
-    """On a rank."""
-    from megatron_dsv41.backends.megatron import launch, trainer
+    from megatron_dsv41.backends.megatron import settings
 
-    launch.prepare_process()
     try:
-        trainer.refuse_unsupported(tiny_run(folder, *overrides))
+        settings.refuse_unsupported(tiny_run(folder, *overrides))
     except ValueError as error:
         return str(error)
 

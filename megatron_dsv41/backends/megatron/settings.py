@@ -1,0 +1,73 @@
+"""What a run asks that cannot be, found in its settings alone: the same for a plan and for the start of a run.
+
+Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from megatron_dsv41.backends.megatron.layouts import check_layout, plan_crossings, sequence_pieces
+from megatron_dsv41.ops.registry import choose
+from megatron_dsv41.run_config import Run
+
+
+def check_settings(run: Run, world_size: int) -> int:
+    """Data-parallel size of a phase of a run on `world_size` processes. ValueError for what this backend cannot do."""
+    refuse_unsupported(run)
+    choose(run.ops)
+    return check_world(run, world_size)
+
+
+def check_world(run: Run, world_size: int) -> int:
+    """Data-parallel size of the run on `world_size` processes; ValueError when the sizes do not fit together."""
+    parallel = run.parallel
+    model_size = parallel.tp * parallel.pp * parallel.cp
+    if world_size % model_size:
+        raise ValueError(
+            f"{world_size} processes cannot be split into tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp} = "
+            f"{model_size}: start a multiple of {model_size} processes"
+        )
+    expert_size = parallel.expert_tp * parallel.ep * parallel.pp
+    if world_size % expert_size:
+        raise ValueError(
+            f"{world_size} processes cannot be split into etp {parallel.expert_tp} x ep {parallel.ep} x pp "
+            f"{parallel.pp} = {expert_size}: start a multiple of {expert_size} processes"
+        )
+    if parallel.engram is not None and world_size % parallel.engram:
+        sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        raise ValueError(
+            f"parallel.engram {parallel.engram} does not divide {world_size} processes: groups of equal size own the "
+            f"tables; set it to one of {', '.join(map(str, sizes))}"
+        )
+    data_size = world_size // model_size
+    if run.sequences_per_step % (run.batch.micro * data_size):
+        raise ValueError(
+            f"the global batch of {run.sequences_per_step} sequences is not a multiple of batch.micro "
+            f"{run.batch.micro} x {data_size} data-parallel ranks: change batch.sequences or batch.micro"
+        )
+    return data_size
+
+
+def refuse_unsupported(run: Run) -> None:
+    """ValueError for every layout that this backend cannot compute, with the setting, its limit and the fix."""
+    parallel, config, seq = run.parallel, run.architecture(), run.data.seq_length
+    check_layout(config, parallel)
+    pieces = sequence_pieces(parallel)
+    if seq % pieces:
+        raise ValueError(
+            f"data.seq_length {seq} is not a multiple of the {pieces} pieces that parallel.cp and sp cut it into"
+        )
+    halo = config.sliding_window - 1
+    if parallel.cp > 1 and seq // parallel.cp < halo:
+        raise ValueError(
+            f"parallel.cp {parallel.cp} leaves {seq // parallel.cp} tokens per rank, but the window's halo of {halo} "
+            f"must come from one neighbour: set parallel.cp to at most {max(1, seq // halo)}"
+        )
+    crossings = plan_crossings(config, run.phase, parallel, run.batch.micro, seq)
+    gathers_late = any(run.megatron.get(name) for name in ("overlap_param_gather", "overlap-param-gather"))
+    if gathers_late and any(crossing.shadows for crossing in crossings):
+        raise ValueError(
+            "megatron.overlap_param_gather updates weights after the step has ended, when shadow indexers have taken "
+            "their owners' weights: set parallel.shadows=never, or leave overlap_param_gather out"
+        )
+    if parallel.cp > 1 and run.batch.micro > 1:
+        raise ValueError(f"parallel.cp {parallel.cp} needs batch.micro=1, got {run.batch.micro}")
