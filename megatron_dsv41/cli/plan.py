@@ -13,6 +13,7 @@ from typing import Any
 from megatron_dsv41.backends.megatron.layouts import crossing_planner, stage_layers
 from megatron_dsv41.backends.megatron.settings import check_settings
 from megatron_dsv41.experiments.communication import Stage
+from megatron_dsv41.experiments.engram_memory import ELEMENT_BYTES, owner_memory
 from megatron_dsv41.experiments.flops import flops_per_token
 from megatron_dsv41.experiments.memory import Layout
 from megatron_dsv41.experiments.planning import (
@@ -74,6 +75,8 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
         state = sum(group["state_bytes"] * group["parameters"] for group in groups)
         layout = dataclasses.replace(layout, state_bytes=state / sum(group["parameters"] for group in groups))
     report["memory"] = describe_memory(config, layout)
+    if planned.parallel.engram is not None:
+        report["engram"] = _describe_owners(planned, layout)
     if planned.phases:
         report["phases"] = [_describe_leg(leg, ranks, layout.state_bytes) for leg in planned.legs]
     report |= _describe_communication(first)
@@ -138,6 +141,19 @@ def _describe_communication(planned: Run) -> dict[str, Any]:
     return {"cuts": rows, "traffic": describe_traffic(config, phase, planner.lengths, described)}
 
 
+def _describe_owners(planned: Run, layout: Layout) -> list[dict[str, Any]]:
+    settings, adamw = planned.engram, planned.optimizer.name != "published"
+    tables = owner_memory(
+        planned.architecture(),
+        layout,
+        table=planned.engram_table,
+        master=settings.master,
+        state_bytes=8 if adamw else ELEMENT_BYTES[planned.optimizer.momentum_dtype],
+        window=settings.window,
+    )
+    return [dataclasses.asdict(table) | {"total": table.total} for table in tables]
+
+
 def _describe_updates(planned: Run) -> list[dict[str, Any]]:
     from megatron_dsv41.checkpoint.mapping import parameter_bindings
 
@@ -196,6 +212,8 @@ def _layout(planned: Run, ranks: int) -> Layout:
         context=parallel.cp,
         expert=parallel.ep,
         expert_tensor=parallel.expert_tp,
+        engram=parallel.engram or 1,
+        owned_tables=parallel.engram is not None,
         micro_batch=planned.batch.micro,
         num_micro_batches=planned.sequences_per_step // per_pass,
         seq_length=planned.data.seq_length,
@@ -241,6 +259,10 @@ def _print(report: dict[str, Any]) -> None:
     if any(any(stage[axis].values()) for stage in report["traffic"] for axis in TRAFFIC):
         console.print("[bold]MB that a rank sends per micro-batch, forward / backward, by group[/bold]")
         console.print(_traffic_table(report["traffic"]))
+        console.print()
+    if "engram" in report:
+        console.print("[bold]Engram tables: GB on a rank that owns rows[/bold]")
+        console.print(_owner_table(report["engram"]))
         console.print()
     if "optimizer" in report:
         console.print("[bold]Updates[/bold]")
@@ -397,6 +419,21 @@ def _memory_table(memory: dict[str, Any]) -> Any:
     ]
     columns = ("stage", "layers", "parameters", "weights", "grads", "optimizer", "activations", "total")
     return _table(columns, rows, left=(0, 1))
+
+
+def _owner_table(tables: list[dict[str, Any]]) -> Any:
+    rows = [
+        (
+            table["layer"],
+            table["copies"],
+            f"{table['rows']:,}",
+            f"{table['updated']:,}",
+            *(f"{table[part] / 1e9:.3g}" for part in ("served", "master", "state", "step", "total")),
+        )
+        for table in tables
+    ]
+    columns = ("layer", "copies", "rows", "updated", "served", "master", "state", "of a step, at most", "total")
+    return _table(columns, rows)
 
 
 def _short(number: float) -> str:

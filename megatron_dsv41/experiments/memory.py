@@ -18,6 +18,8 @@ from megatron_dsv41.experiments.flops import layer_parameters
 from megatron_dsv41.layer_plan import LayerPlan, plan_layers
 from megatron_dsv41.parallel.stages import even_stages, parse_layout
 
+SEALS = 1 << 10  # bytes
+
 Recompute = Literal["none", "block"]
 
 
@@ -34,6 +36,7 @@ class Layout:
     expert: int = 1
     expert_tensor: int = 1
     engram: int = 1
+    owned_tables: bool = False  # Engram rows belong to groups and are counted by `owner_memory`
     micro_batch: int = 1
     num_micro_batches: int = 1
     seq_length: int = 4096
@@ -107,6 +110,15 @@ def activation_bytes(config: DSV41Config, recompute: Recompute) -> float:
     return (2 * c.hc_mult * d + 4 * d + attention + experts) * dtype_bytes(c)
 
 
+def engram_step_bytes(rows: int, entries: int, dim: int, width: int) -> float:
+    """Bytes that a step of a rank holds for tables with owners, from the fetch to the return.
+
+    rows: distinct ones that the step reads, each `width` bytes as fetched and an fp32 gradient of `dim`. entries:
+    tokens times columns, of which two 8-byte numbers each are kept. A few bytes per message come to it.
+    """
+    return rows * (width + 4 * dim) + 16 * entries + SEALS
+
+
 def dtype_bytes(config: DSV41Config) -> int:
     """Bytes of one weight or activation in the training dtype."""
     return 4 if config.dtype == "float32" else 2
@@ -117,7 +129,7 @@ def _stage_memory(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[La
     for plan in plans:
         count = layer_parameters(c, plan)
         experts += count["routed experts"]
-        tables += count["engram tables"]
+        tables += 0 if layout.owned_tables else count["engram tables"]
         dense += count.total() - count["routed experts"] - count["engram tables"]
     is_last = stage == layout.pipeline - 1
     dense += c.vocab_size * c.hidden_size * ((stage == 0) + is_last) + c.hidden_size * is_last
