@@ -54,7 +54,7 @@ class StepRows:
 
 
 class EngramExchange:
-    """How rows of owned tables travel. Every method but `milliseconds` is collective over the world, in one order.
+    """How rows of owned tables travel. Every method is collective over the world, in one order.
 
     tables: layer -> this rank's rows. layers: those that this rank runs. gradient_scale: factor of summed gradients.
     window: micro-batches per exchange of rows; None: all of a step. frozen: no gradients return.
@@ -254,11 +254,17 @@ class EngramExchange:
         table.master.grad = row_sparse(merge.rows_M, sums_MD, table.last - table.first)
         return sums_MD
 
-    def milliseconds(self) -> tuple[float, float]:
-        """(hidden, exposed) milliseconds of this rank's fetches in the last step."""
+    def milliseconds(self) -> dict[str, Tensor]:
+        """Of the last step's fetches, from serving to arrival: what forward passes waited for, and the rest.
+
+        The slowest rank of each. Synchronises.
+        """
         both = [window.milliseconds() for window in self.last]
         exposed = sum(waited for _, waited in both)
-        return sum(fetch for fetch, _ in both) - exposed, exposed
+        hidden = sum(fetch for fetch, _ in both) - exposed
+        slowest = torch.tensor([hidden, exposed], device=self.hash.token_map.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.groups.world)
+        return {"engram_fetch_hidden_ms": slowest[0], "engram_fetch_exposed_ms": slowest[1]}
 
     # --- faults -------------------------------------------------------------------------------------------------
 

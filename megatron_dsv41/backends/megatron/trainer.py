@@ -119,6 +119,7 @@ class Trainer:
         self.faults = FaultCheck(run.checkpoint.folder)
         self.step_sums: tuple[Tensor, Tensor] | None = None
         self.next_lr = leg.whole.learning_rate(resume_step or 0)
+        self.engram_metrics: dict[str, Tensor] = {}
         self.sources: tuple[StepSource, StepSource | None] | None = None
 
     def pretrain(self) -> int:
@@ -274,7 +275,10 @@ class Trainer:
             self.engram.start_return()
         finalize_model_grads(model, num_tokens, **kwargs)
         returned = self.engram.finish_return() if self.engram is not None else []
-        self.faults.check(self.arguments.curr_iteration + 1, model, returned)
+        step = self.arguments.curr_iteration + 1
+        self.faults.check(step, model, returned)
+        if self.engram is not None and self.reporter.logs(step):
+            self.engram_metrics = self.engram.milliseconds()
         stages: list[DSV41Model] = unwrap_model(model)
         clear_frozen(stages, self.leg)
         speed = self.run.phase.router_bias_speed
@@ -320,7 +324,7 @@ class Trainer:
         if self.step_sums is None or not self.reporter.due(step):
             return {}
         passes = get_num_microbatches() * self.groups.dp.size()
-        return layer_metrics(self.architecture, self.run.phase, *self.step_sums, passes)
+        return layer_metrics(self.architecture, self.run.phase, *self.step_sums, passes) | self.engram_metrics
 
     def evaluate(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
         """Keep what Megatron's evaluation finds."""
