@@ -157,20 +157,20 @@ class MegatronMixedOptimizer(MegatronOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State of the owned parts, by checkpoint key."""
-        return {entry.key: entry.data for entry in self._entries()}
+        return {_place(entry): entry.data for entry in self._entries()}
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """State by native name as parts of whole tensors: any layout reads what another wrote."""
-        return {entry.key: entry for entry in self._entries()}
+        return {_place(entry): entry for entry in self._entries()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Take what `sharded_state_dict` described. Rates are the scheduler's, which Megatron loads beside it."""
         for entry in self._entries():
             assert entry.data is not None
-            entry.data.copy_(state_dict[entry.key])
+            entry.data.copy_(state_dict[_place(entry)])
 
     def _entries(self) -> Iterator[ShardedTensor]:
         for part, tensor in self.mine:
@@ -223,6 +223,11 @@ class MegatronMixedOptimizer(MegatronOptimizer):
     def _copy_index(self, part: Part) -> int:
         """0, or which copy of a parameter that tensor parallelism keeps whole this is."""
         return 0 if cuts_of(part.parameter) or is_expert(part.parameter) else self.tp_rank
+
+
+def _place(entry: ShardedTensor) -> str:
+    """A name of its own for every part: a rank may own several of one parameter."""
+    return f"{entry.key}@{entry.global_offset[0]}"
 
 
 def _counter(key: str, step: Tensor, copy: tuple[int, int, int]) -> ShardedTensor:

@@ -159,8 +159,9 @@ def test_one_gradient_one_update(home, world, layout):
         ((4, ("parallel.tp=2",)), (1, ())),
         ((1, ()), (4, ("parallel.tp=2", "parallel.sp=true", "parallel.ep=2"))),
         ((2, ()), (2, ("parallel.pp=2",))),
+        ((3, ("batch.sequences=6",)), (1, ())),  # a rank owns several parts of one parameter
     ],
-    ids=["tp2dp2-1", "1-tp2ep2", "dp2-pp2"],
+    ids=["tp2dp2-1", "1-tp2ep2", "dp2-pp2", "dp3-1"],
 )
 def test_state_moves_between_layouts(home, tmp_path, first, then):
     folder = tmp_path / "state"
