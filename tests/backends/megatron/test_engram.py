@@ -375,6 +375,13 @@ def home(tmp_path_factory):
     return folder
 
 
+def test_training_is_training_with_whole_tables(home):
+    short = "train.steps=3"
+    expected = trained(home, "short-plain", 1, short)
+    assert trained(home, "short", 2, short, "parallel.engram=2") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
 def test_training_resumes_with_other_owners(home):
     """Owners 2, then 3, then 1, and the whole table: one curve."""
     expected = trained(home, "plain", 1)
