@@ -24,6 +24,8 @@ from megatron_dsv41.phase_list import RunPhase, check_names
 from megatron_dsv41.recipes import on_recipe
 from megatron_dsv41.typed_yaml import apply_override, build, copied, plain, read_yaml
 
+Recompute = Literal["none", "selective", "block", "full"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
@@ -61,7 +63,8 @@ class Parallel:
     cp: int = 1
     ep: int = 1
     etp: int | None = None  # tensor parallelism inside experts; None: tp without expert parallelism, else 1
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"  # how tokens reach the experts of other ranks
+    dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"  # how tokens reach the experts of other ranks
+    overlap_shared_expert: bool = False  # the shared expert on a CUDA stream of its own, beside dispatch and combine
     engram: int | None = None  # ranks that own an Engram table's rows together; None: whole on every rank of its stage
     # Send a selection over a pipeline cut, or what it is made from and select again there: whatever is fewer bytes.
     shadows: Literal["bytes", "always", "never"] = "bytes"
@@ -172,7 +175,7 @@ class Train:
     tokens: int | None = None
     seed: int = 1
     precision: Literal["fp32", "bf16"] = "bf16"
-    recompute: Literal["none", "block"] = "none"
+    recompute: Recompute = "none"  # selective: what is as wide as all heads; full: a pipeline stage as one
     init_from: str | None = None  # a released Hugging Face folder; None: from scratch
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout",
         metavar="tp=2,pp=2,...",
         help="run in this layout on processes of this machine, with --device cuda on a GPU each "
-        "(tp, sp, pp, vpp, cp, ep, etp, dp, engram, layout, recompute)",
+        "(tp, sp, pp, vpp, cp, ep, etp, dp, engram, layout, shadows, recompute)",
     )
     parser.add_argument("--worst", type=int, default=8, help="gradients to list, worst first (default: 8)")
 

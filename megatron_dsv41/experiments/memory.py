@@ -11,16 +11,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.experiments.flops import layer_parameters
 from megatron_dsv41.layer_plan import LayerPlan, plan_layers
 from megatron_dsv41.parallel.stages import even_stages, parse_layout
+from megatron_dsv41.run_config import Recompute
 
 SEALS = 1 << 10  # bytes
-
-Recompute = Literal["none", "block"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,12 +96,13 @@ def activation_bytes(config: DSV41Config, recompute: Recompute) -> float:
 
     none: streams before both sites; inputs and norms of both sites; q latents, rotated q, attention output before
     and after the inverse rotation, grouped output, window KV; for every expert gate, up and product, and
-    dispatched inputs and outputs. block: the input streams alone.
+    dispatched inputs and outputs. selective: all but what is as wide as the heads. block: the input streams alone, and
+    so for the first layer of a stage with full.
     """
     c, d = config, config.hidden_size
-    if recompute == "block":
+    if recompute in ("block", "full"):
         return c.hc_mult * d * dtype_bytes(c)
-    width = c.num_attention_heads * c.head_dim
+    width = c.num_attention_heads * c.head_dim if recompute == "none" else 0
     attention = 3 * width + c.o_groups * c.o_lora_rank + 2 * c.q_lora_rank + 2 * c.head_dim
     inner = (c.num_experts_per_tok + c.n_shared_experts) * c.moe_intermediate_size
     experts = 3 * inner + 2 * c.num_experts_per_tok * d + d
@@ -163,7 +162,9 @@ def _stage_activations(c: DSV41Config, layout: Layout, stage: int, num_layers: i
     chunks = pipeline - stage if virtual == 1 else 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
     waiting = min(chunks, layout.num_micro_batches * virtual) * num_layers / virtual
     kept = waiting * activation_bytes(c, layout.recompute)
-    if layout.recompute != "none":  # one layer at a time has everything while it runs backward
+    if layout.recompute == "full":  # one input per chunk; one chunk at a time has everything while it runs backward
+        kept = kept * virtual / num_layers + num_layers / virtual * activation_bytes(c, "none")
+    elif layout.recompute != "none":  # one layer at a time
         kept += activation_bytes(c, "none")
     logits = 2 * 4 * c.vocab_size if stage == pipeline - 1 else 0  # fp32 logits and their gradient
     return tokens * (kept + logits)

@@ -91,8 +91,6 @@ class Attention(nn.Module):
         x_TD = to_flat(x_SBD)
         turn_T = cos_sin(batch.documents.position_T, self.frequencies)
         q_latent_TR = self.q_norm(self.wq_a(x_TD))
-        q_THD = self.wq_b(self.primitives.fan_out(q_latent_TR)).unflatten(-1, (-1, self.config.head_dim))
-        q_THD = self.ops["rope.rotate"](q_THD, *turn_T)
         window_kv_TD = self.ops["rope.rotate"](self.kv_norm(self.wkv(x_TD)), *turn_T)
         if self.phase.window_kv_fp8:
             window_kv_TD = self.ops["quant.fake_fp8"](window_kv_TD)
@@ -106,11 +104,27 @@ class Attention(nn.Module):
 
         window = self.config.sliding_window
         window_kv_JD = self.primitives.left_halo(self.primitives.fan_out(window_kv_TD), window - 1)
+        of_heads = (q_latent_TR, window_kv_JD, turn_T, index_queries, state, batch)
+        grouped_TO, state, report = self.primitives.recomputed(self._heads, *of_heads)
+        y_SBD = self.wo_b(from_flat(grouped_TO, x_SBD.shape[1]))
+        return self.primitives.leave_site(y_SBD), state, report
+
+    def _heads(
+        self,
+        q_latent_TR: Tensor,
+        window_kv_JD: Tensor,
+        turn_T: tuple[Tensor, Tensor],
+        index_queries: tuple[Tensor, Tensor] | None,
+        state: SharedState,
+        batch: Batch,
+    ) -> tuple[Tensor, SharedState, IndexReport]:
+        """Whatever is as wide as all heads: a site's largest tensors, and cheap to make again from its narrow ones."""
+        q_THD = self.wq_b(self.primitives.fan_out(q_latent_TR)).unflatten(-1, (-1, self.config.head_dim))
+        q_THD = self.ops["rope.rotate"](q_THD, *turn_T)
         out_THD, index_loss = self._attend(q_THD, window_kv_JD, index_queries, state, batch)
         state, quality = self._measure(q_THD, window_kv_JD, state, batch)
         out_THD = self.ops["rope.rotate"](out_THD, *turn_T, inverse=True)
-        y_SBD = self.wo_b(from_flat(self.wo_a(out_THD.flatten(1)), x_SBD.shape[1]))
-        return self.primitives.leave_site(y_SBD), state, IndexReport(index_loss, quality)
+        return self.wo_a(out_THD.flatten(1)), state, IndexReport(index_loss, quality)
 
     def _compress(self, x_TD: Tensor, batch: Batch) -> SharedState:
         """A fresh state: what an earlier source left is dead from here on."""

@@ -100,6 +100,8 @@ class MoE(nn.Module):
         x_TD = to_flat(x_SBD)
         routing = self.gate(x_TD, batch, x_SBD.shape[1])
         x_TD, weights_TK = self.primitives.fan_out(x_TD), self.primitives.fan_out(routing.weights)
-        routed_TD = self.experts(x_TD, routing.indices, weights_TK)
-        y_TD = (routed_TD + self.shared_experts(x_TD)).to(x_TD.dtype)
+        routed_TD, shared_TD = self.primitives.both(
+            lambda: self.experts(x_TD, routing.indices, weights_TK), lambda: self.shared_experts(x_TD)
+        )
+        y_TD = (routed_TD + shared_TD).to(x_TD.dtype)
         return self.primitives.leave_site(from_flat(y_TD, x_SBD.shape[1])), routing

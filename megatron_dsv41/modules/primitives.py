@@ -6,7 +6,8 @@ precision it multiplies. `TorchPrimitives` is the plain single-process choice an
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +92,14 @@ class Primitives(Protocol):
 
     def sum_sequence(self, x: Tensor) -> Tensor:
         """Add up over the shards of a sequence; no gradient."""
+        ...
+
+    def recomputed[T](self, function: Callable[..., T], *values: Any) -> T:
+        """`function(*values)`; what it keeps for backward may be made again there instead."""
+        ...
+
+    def both(self, communicates: Callable[[], Tensor], computes: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """The results of two functions that do not need each other, of which the first waits for other processes."""
         ...
 
     def parameter(self, value: Tensor, role: str) -> nn.Parameter:
@@ -283,6 +292,14 @@ class TorchPrimitives:
     def sum_sequence(self, x: Tensor) -> Tensor:
         """Nothing is sharded: identity."""
         return x
+
+    def recomputed[T](self, function: Callable[..., T], *values: Any) -> T:
+        """Everything is kept."""
+        return function(*values)
+
+    def both(self, communicates: Callable[[], Tensor], computes: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """One after the other."""
+        return communicates(), computes()
 
     def parameter(self, value: Tensor, role: str) -> nn.Parameter:
         """See Primitives."""

@@ -14,7 +14,7 @@ from megatron_dsv41.backends.megatron.layouts import stage_layers
 from megatron_dsv41.config import DSV41Config, nearest
 from megatron_dsv41.parallel.stages import layout_string
 from megatron_dsv41.phase import Phase
-from megatron_dsv41.run_config import Parallel, Run
+from megatron_dsv41.run_config import Parallel, Recompute, Run
 
 
 @dataclasses.dataclass
@@ -24,7 +24,8 @@ class DSV41TransformerConfig(TransformerConfig):
     architecture: DSV41Config | None = None
     phase: Phase = dataclasses.field(default_factory=Phase)
     ops: dict[str, str] = dataclasses.field(default_factory=dict)
-    recompute_blocks: bool = False
+    recompute_kind: Recompute = "none"
+    overlap_shared_expert: bool = False
     seed: int = 1
     engram_owners: int | None = None
 
@@ -33,6 +34,7 @@ class DSV41TransformerConfig(TransformerConfig):
 REFUSED = {
     "async-save": "a checkpoint is moved into place when it is complete, which an asynchronous save never reports",
     "calculate-per-token-loss": "the loss is already the mean over the valid tokens of the whole step",
+    "transformer-impl": "the model is built from this package's own parallel linears, not from Transformer Engine's",
     "fp16": "the model trains in bf16 or fp32; set train.precision",
     "optimizer": "set optimizer.name",
     "use-distributed-optimizer": "optimizer.name decides: ours divides its state itself and needs whole gradients",
@@ -211,12 +213,13 @@ def transformer_config(run: Run, arguments: Any) -> DSV41TransformerConfig:
     config.ops = dict(run.ops)
     config.seed = run.train.seed
     config.engram_owners = run.parallel.engram
-    config.recompute_blocks = run.train.recompute == "block"
+    config.recompute_kind = run.train.recompute
+    config.overlap_shared_expert = run.parallel.overlap_shared_expert
     return config
 
 
 def bare_transformer_config(
-    architecture: DSV41Config, phase: Phase, parallel: Parallel, ops: dict[str, str], recompute: bool = False
+    architecture: DSV41Config, phase: Phase, parallel: Parallel, ops: dict[str, str], recompute: Recompute = "none"
 ) -> DSV41TransformerConfig:
     """The TransformerConfig of a model without a trainer."""
     dtype, interleaved = getattr(torch, architecture.dtype), parallel.vpp > 1
@@ -263,6 +266,7 @@ def bare_transformer_config(
         architecture=architecture,
         phase=phase,
         ops=ops,
-        recompute_blocks=recompute,
         engram_owners=parallel.engram,
+        recompute_kind=recompute,
+        overlap_shared_expert=parallel.overlap_shared_expert,
     )

@@ -43,6 +43,11 @@ def check_layout(config: DSV41Config, parallel: Parallel) -> None:
         raise ValueError(f"parallel.etp {etp} must be 1 or parallel.tp = {tp}")
     if tp > 1 and not parallel.sp and (parallel.ep > 1 or etp != tp):
         raise ValueError("experts that are split otherwise than the rest need parallel.sp=true where parallel.tp > 1")
+    if parallel.dispatcher == "flex":
+        raise ValueError(
+            "parallel.dispatcher flex runs on DeepEP or HybridEP, which this backend does not drive: set "
+            "parallel.dispatcher=alltoall, or allgather"
+        )
     if parallel.vpp > 1 and parallel.pp == 1:
         raise ValueError("parallel.vpp interleaves the stages of several pipeline ranks: it needs parallel.pp > 1")
     stage_layers(config, parallel)

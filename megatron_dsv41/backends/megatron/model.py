@@ -13,7 +13,6 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_dsv41.backends.megatron.aux_loss import AuxLoss
 from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
@@ -22,6 +21,7 @@ from megatron_dsv41.backends.megatron.layer_specs import layer_specs, shadow_spe
 from megatron_dsv41.backends.megatron.layout import Layout
 from megatron_dsv41.backends.megatron.pipeline import Boundaries
 from megatron_dsv41.backends.megatron.primitives import MegatronPrimitives
+from megatron_dsv41.backends.megatron.recompute import run_kept
 from megatron_dsv41.backends.megatron.state_dict import sharded_model
 from megatron_dsv41.modules.batch import Batch
 from megatron_dsv41.modules.block import Aux
@@ -67,7 +67,7 @@ class DSV41Model(LanguageModule):
         self.before, self.after = boundaries.before(stage), boundaries.after(stage)
         self.pre_process, self.post_process = stage == 0, stage == len(boundaries.stages) - 1
         self.share_embeddings_and_output_weights = False
-        self.recompute_blocks = config.recompute_blocks
+        self.recompute = config.recompute_kind
         self.layout = Layout.of(pg_collection, config.sequence_parallel)
         self.ops = Ops(config.ops)
         self.primitives = MegatronPrimitives(model, self.ops, self.layout, config, pg_collection)
@@ -125,12 +125,11 @@ class DSV41Model(LanguageModule):
             streams_SBND, pre_mix_SBN, state = self._codec(self.before).unpack(received)
             for shadow in self.shadows.values():
                 state = shadow(state, batch)
-        layer_aux = []
-        for block in self.layers.values():
-            streams_SBND, pre_mix_SBN, state, aux = self._run(block, streams_SBND, pre_mix_SBN, state, batch)
-            layer_aux.append(aux)
-        if layer_aux:
-            streams_SBND = self._account(streams_SBND, Aux.stack(layer_aux))
+        if self.layers:
+            kept = self.recompute != "full"
+            values = (streams_SBND, pre_mix_SBN, state, batch)
+            streams_SBND, pre_mix_SBN, state, aux = run_kept(kept, self._run_layers, *values)
+            streams_SBND = self._account(streams_SBND, aux)
         if self.after is not None:
             return self._codec(self.after).pack(streams_SBND, pre_mix_SBN, state)
         hidden_SBD = self.norm(self.ops["mhc.collapse"](streams_SBND, pre_mix_SBN))
@@ -157,11 +156,15 @@ class DSV41Model(LanguageModule):
         embedded_SBD = self.primitives.leave_site(self.embed(input_ids_BS).transpose(0, 1).contiguous())
         return open_streams(embedded_SBD, self.architecture.hc_mult)
 
-    def _run(self, block: Any, *values: Any) -> Any:
-        if self.recompute_blocks and self.training and torch.is_grad_enabled():
-            # No dropout anywhere: there is no generator state to restore.
-            return checkpoint(block, *values, use_reentrant=False, preserve_rng_state=False)
-        return block(*values)
+    def _run_layers(
+        self, streams_SBND: Tensor, pre_mix_SBN: Tensor, state: SharedState, batch: Batch
+    ) -> tuple[Tensor, Tensor, SharedState, Aux]:
+        layer_aux, kept = [], self.recompute != "block"
+        for block in self.layers.values():
+            values = (streams_SBND, pre_mix_SBN, state, batch)
+            streams_SBND, pre_mix_SBN, state, aux = run_kept(kept, block, *values)
+            layer_aux.append(aux)
+        return streams_SBND, pre_mix_SBN, state, Aux.stack(layer_aux)
 
     def _account(self, streams_SBND: Tensor, aux: Aux) -> Tensor:
         """Let the auxiliary losses of this stage take part in its backward, and add up what layers report."""

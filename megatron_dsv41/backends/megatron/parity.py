@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -17,20 +17,20 @@ from megatron_dsv41.data.packing import Packed
 from megatron_dsv41.modules.primitives import Linear
 from megatron_dsv41.ops.documents import Documents
 from megatron_dsv41.phase import Phase
-from megatron_dsv41.run_config import Engram, Parallel
+from megatron_dsv41.run_config import Engram, Parallel, Recompute
 from megatron_dsv41.testing.parity import ParityCase, Results
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "engram")
-SWITCHES = ("sp", "recompute")
+SWITCHES = ("sp", "recompute", "overlap_shared_expert")  # recompute alone means block
 
 
 @dataclasses.dataclass(frozen=True)
 class ParityLayout:
-    """A layout that needs no run file: the split, data-parallel ranks, and whether blocks are recomputed."""
+    """A layout that needs no run file: the split, data-parallel ranks, and what is recomputed."""
 
     parallel: Parallel
     dp: int = 1
-    recompute: bool = False
+    recompute: Recompute = "none"
 
     @property
     def world_size(self) -> int:
@@ -51,7 +51,10 @@ def parse_layout(text: str) -> ParityLayout:
         if key in SIZES and not value.isdigit():
             raise ValueError(f"--layout {text!r}: {key} needs a number, as in {key}=2")
         values[key] = int(value) if key in SIZES else (value if equals else True)
-    dp, recompute = values.pop("dp", 1), bool(values.pop("recompute", False))
+    dp, recompute = values.pop("dp", 1), values.pop("recompute", "none")
+    recompute = "block" if recompute is True else recompute
+    if recompute not in get_args(Recompute):
+        raise ValueError(f"--layout {text!r}: recompute must be one of {', '.join(get_args(Recompute))}")
     return ParityLayout(Parallel(**values), dp, recompute)
 
 

@@ -7,6 +7,8 @@ table is whole on every rank.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
 from megatron_dsv41.backends.megatron.experts import DispatchedExperts, LocalExperts
 from megatron_dsv41.backends.megatron.layout import Cut, Layout, mark
+from megatron_dsv41.backends.megatron.recompute import run_kept
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.modules.engram import draw_rows
 from megatron_dsv41.modules.primitives import GroupedLinear, Head, Linear, Norm, Table, TorchPrimitives
@@ -140,6 +143,23 @@ class MegatronPrimitives(TorchPrimitives):
     def sum_sequence(self, x: Tensor) -> Tensor:
         """See Primitives."""
         return sequence.sum_shards(x, self.layout.cp.group)
+
+    def recomputed[T](self, function: Callable[..., T], *values: Any) -> T:
+        """Made again in backward with `train.recompute: selective`."""
+        return run_kept(self.megatron.recompute_kind != "selective", function, *values)
+
+    def both(self, communicates: Callable[[], Tensor], computes: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """With `parallel.overlap_shared_expert` at once; autograd runs each backward on its forward's stream."""
+        if not self.megatron.overlap_shared_expert:
+            return super().both(communicates, computes)
+        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            computed = computes()
+        communicated = communicates()
+        here.wait_stream(beside)
+        computed.record_stream(here)
+        return communicated, computed
 
     def _cut(self, part: nn.Module, role: str, dim: int | None) -> None:
         weight: Tensor = part.weight.data  # type: ignore[assignment]

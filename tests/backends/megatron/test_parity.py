@@ -8,37 +8,14 @@ import torch
 
 from megatron_dsv41.backends.megatron.parity import parse_layout, run_layouts
 from megatron_dsv41.cli import main
-from megatron_dsv41.parallel.stages import layout_string
 from megatron_dsv41.testing.distributed import run_ranks
+from megatron_dsv41.testing.layouts import FOUR_CUTS, FOUR_RANKS, SAMPLE, SAMPLE_CUTS, TWO_CUTS, TWO_RANKS, cut
 from megatron_dsv41.testing.parity import ParityCase, compare
 
 CASES = Path(__file__).parents[2] / "data" / "parity"
-LAYERS = 8
 
 
-def cut(*starts):
-    """A pipeline whose stages begin at these layers."""
-    edges = [0, *starts, LAYERS]
-    stages = [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
-    return f"pp={len(stages)},layout={layout_string(stages)}"
-
-
-TWO = ["tp=2", "tp=2,sp", "cp=2", "ep=2", "ep=2,dispatcher=allgather", "dp=2", "pp=2,vpp=2", "pp=2,recompute"]
-TWO += ["tp=2,sp,ep=2", "tp=2,sp,etp=1", *(cut(start) for start in range(1, LAYERS))]
-FOUR = ["cp=4", "ep=4", "pp=4", "pp=4,vpp=2", "tp=2,pp=2", "tp=2,sp,pp=2,vpp=2", "pp=2,ep=2", "cp=2,pp=2", "tp=2,cp=2"]
-FOUR += [
-    "tp=2,sp,cp=2",
-    "tp=2,sp,ep=2,etp=2",
-    "tp=2,sp,ep=2,dp=2",
-    "cp=2,dp=2",
-    "cp=2,ep=2,dp=2",
-    cut(1, 3, 5),
-    cut(2, 6, 7),
-]
-SOME = ["tp=2,sp", "cp=2", "ep=2", "pp=2", "pp=2,vpp=2"]
-
-
-def check(case, world, texts):
+def check(case, world, texts, record=lambda *what: None):
     folder = CASES / case
     for text in texts:
         assert parse_layout(text).world_size == world, text
@@ -46,19 +23,23 @@ def check(case, world, texts):
     expected = ParityCase.load(folder)
     reports = {text: compare(expected, results) for text, results in zip(texts, found, strict=True)}
     assert {text: report.failures for text, report in reports.items() if report.failures} == {}
+    for text in texts:
+        record("parity", f"{case} {text}")  # what tools/support_matrix.py reads
     return dict(zip(texts, found, strict=True))
 
 
-def test_two_ranks():
-    found = check("text_fp32", 2, TWO)
-    plain, again = found[cut(4)], found["pp=2,recompute"]  # 8 layers on 2 stages are cut at 4
-    assert plain.grads.keys() == again.grads.keys()
-    for name, gradient in plain.grads.items():
-        assert torch.equal(gradient, again.grads[name]), name
+def test_two_ranks(record_property):
+    found = check("text_fp32", 2, TWO_RANKS + TWO_CUTS, record_property)
+    plain = found[cut(4)]  # 8 layers on 2 stages are cut at 4
+    for text in ("pp=2,recompute", "pp=2,recompute=selective", "pp=2,recompute=full"):
+        again = found[text]
+        assert plain.grads.keys() == again.grads.keys()
+        for name, gradient in plain.grads.items():
+            assert torch.equal(gradient, again.grads[name]), (text, name)
 
 
-def test_four_ranks():
-    check("text_fp32", 4, FOUR)
+def test_four_ranks(record_property):
+    check("text_fp32", 4, FOUR_RANKS + SAMPLE_CUTS, record_property)
 
 
 def test_owned_engram_tables():
@@ -76,8 +57,20 @@ def test_owned_engram_tables_in_products(case):
 
 
 @pytest.mark.parametrize("case", ["packed_fp32", "odd_length_fp32"])
-def test_packed_and_odd(case):
-    check(case, 2, SOME)
+def test_packed_and_odd(case, record_property):
+    check(case, 2, SAMPLE, record_property)
+
+
+@pytest.mark.slow
+def test_every_cut_into_four(record_property):
+    check("text_fp32", 4, FOUR_CUTS, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["packed_fp32", "odd_length_fp32"])
+def test_packed_and_odd_in_every_layout(case, record_property):
+    check(case, 2, TWO_RANKS + TWO_CUTS, record_property)
+    check(case, 4, FOUR_RANKS + SAMPLE_CUTS, record_property)
 
 
 def test_command_starts_the_processes_itself(capsys):
@@ -93,6 +86,8 @@ def test_command_starts_the_processes_itself(capsys):
         ("tq=2", "'tq' is not an axis; did you mean tp"),
         ("tp=two", "tp needs a number"),
         ("sp", "needs parallel.tp > 1"),
+        ("ep=2,dispatcher=flex", "parallel.dispatcher flex runs on DeepEP"),
+        ("recompute=all", "recompute must be one of none, selective, block, full"),
         ("vpp=2", "it needs parallel.pp > 1"),
         ("engram=5000", "parallel.engram 5000 exceeds the"),
         ("pp=2,layout=tt|tt", "cannot be read"),

@@ -55,6 +55,7 @@ CASES = {
     "data.tokenizer=nowhere": "ValueError: tokenizer 'nowhere'",
     "ops.csa3=triton": "ValueError: ops.csa3 is neither an op nor a family; did you mean csa2",
     "megatron.overlap_grad_reduc=true": "overlap_grad_reduc is not an argument of Megatron; did you mean overlap-grad",
+    "megatron.transformer_impl=transformer_engine": "own parallel linears, not from Transformer Engine's",
     "megatron.async_save=true": "ValueError: megatron.async_save cannot be set",
     "megatron.train_iters=1": "ValueError: megatron.train_iters cannot be set: the trainer sets it",
     "megatron.ddp_bucket_size=few": "megatron.ddp_bucket_size cannot be 'few': invalid int value",
