@@ -41,6 +41,8 @@ def test_quickstart_learns(capsys):
     assert losses[-1] < losses[0] - 0.5
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.sbatch")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted([*EXAMPLES.rglob("*.sbatch"), *EXAMPLES.rglob("*.sh")]), ids=lambda path: path.name
+)
 def test_batch_scripts_are_valid_shell(path):
     subprocess.run(["bash", "-n", path], check=True)
