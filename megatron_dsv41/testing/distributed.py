@@ -147,9 +147,10 @@ def _rank_main(
     try:
         import torch
 
-        from megatron_dsv41.backends.megatron import cpu
+        from megatron_dsv41.backends.megatron import cpu, patches
 
         cpu.install()  # function modes belong to a thread: enter them in the one that runs the test
+        patches.fix_stock()  # another user of fork servers in this process may have preloaded something else
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's sequence parallelism asks for it
         if device == "cuda":

@@ -237,6 +237,7 @@ def test_state_of_another_optimizer_is_refused(home):
     (home / "other" / "iter_0000002").mkdir(parents=True)
     for name in (".metadata", "metadata.json"):
         (home / "other" / "iter_0000002" / name).touch()
+    (home / "other" / "iter_0000002" / checkpoints.MANIFEST).write_text("{}")  # whole, as far as its list of files goes
     run = tiny_run(*run_settings(home, "other"))
     (home / "other" / "run.yaml").write_text(run.to_yaml())
     with pytest.raises(

@@ -14,6 +14,17 @@ PHASES = """phases=[
    phase: {index_loss: sparse, hsi: false, main_kv_fp4: false}, optimizer: {frozen: [embed.weight, "layers.3.*"]}},
   {name: last, steps: 2, data: {seq_length: 64}, lr: {start: 1.0e-3, end: 0.0}, phase: {yarn: false}}]"""
 STEPS, SWITCHES = 9, (3, 7)
+# Fake quantization, selection and routing are step functions, and Adam divides by what may be rounding alone: without
+# them two layouts part by rounding only.
+SMOOTH = (
+    "optimizer.eps=1e-6",
+    "phase.window_kv_fp8=false",
+    "phase.main_kv_fp4=false",
+    "phase.index_mxfp4=false",
+    "model.overrides.index_topk=64",
+    "model.overrides.candidate_topk_blocks=16",
+    "model.overrides.num_experts_per_tok=4",
+)
 
 
 def train(folder, *overrides):
@@ -108,15 +119,13 @@ def test_resumed_in_any_phase_it_goes_on_bitwise(home, whole, killed_after):
     assert all(torch.equal(again[tensor], expected[tensor]) for tensor in expected)
 
 
-@pytest.mark.parametrize("whole", ["adamw"], indirect=True)
-def test_another_layout_after_the_switch(home, whole):
+def test_another_layout_after_the_switch(home):
     """A phase may bring its own layout: the checkpoint at the switch is resharded."""
-    optimizer, folder = whole
-    name = f"{optimizer}-layout"
     changed = PHASES.replace("batch: {micro: 1}", "batch: {micro: 1}, parallel: {cp: 2}").replace("\n", " ")
-    work = settings(home, name, f"optimizer.name={optimizer}", "batch.micro=1", changed)
-    assert run_ranks(train, 2, *work) == [0, 0]
-    assert list(losses(home / name).values())[:5] == pytest.approx(list(losses(folder).values())[:5], rel=1e-3)
+    for name, ranks, phases in (("plain", 1, ()), ("layout", 2, (changed,))):
+        assert run_ranks(train, ranks, *settings(home, name, "batch.micro=1", *SMOOTH, *phases)) == [0] * ranks
+    plain, layout = (list(losses(home / name).values()) for name in ("plain", "layout"))
+    assert len(layout) == STEPS and layout == pytest.approx(plain, rel=1e-5)
 
 
 def test_gradients_that_never_come_are_not_waited_for(home):
@@ -130,6 +139,6 @@ def test_gradients_that_never_come_are_not_waited_for(home):
 
 def test_a_wrong_phase_stops_the_run_before_its_first_step(home):
     bad = PHASES.replace("phase: {yarn: false}", "parallel: {cp: 3}").replace("\n", " ")
-    with pytest.raises(AssertionError, match="1 processes cannot be split into tp 1 x pp 1 x cp 3"):
+    with pytest.raises(AssertionError, match="data.seq_length 64 is not a multiple of the 3 pieces that parallel.cp"):
         run_ranks(train, 1, *settings(home, "bad", bad))
     assert not (home / "bad").exists()
