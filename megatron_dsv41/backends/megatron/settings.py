@@ -13,6 +13,7 @@ from megatron_dsv41.run_config import Run
 def check_settings(run: Run, world_size: int) -> int:
     """Data-parallel size of a phase of a run on `world_size` processes. ValueError for what this backend cannot do."""
     refuse_unsupported(run)
+    check_rounding(run)
     choose(run.ops)
     return check_world(run, world_size)
 
@@ -71,3 +72,18 @@ def refuse_unsupported(run: Run) -> None:
         )
     if parallel.cp > 1 and run.batch.micro > 1:
         raise ValueError(f"parallel.cp {parallel.cp} needs batch.micro=1, got {run.batch.micro}")
+
+
+def check_rounding(run: Run) -> None:
+    """ValueError when the run's phase asks for rounded weights that this run cannot have."""
+    if not run.phase.quantized_weights:
+        return
+    if run.train.precision != "bf16":
+        raise ValueError(
+            f"phase.quantized_weights needs train.precision=bf16, got {run.train.precision}: the optimizer then keeps "
+            "fp32 weights beside the rounded ones"
+        )
+    if any(run.megatron.get(name) for name in ("overlap_param_gather", "overlap-param-gather")):
+        raise ValueError(
+            "phase.quantized_weights rounds after a step has ended: leave megatron.overlap_param_gather out"
+        )

@@ -43,7 +43,7 @@ from megatron_dsv41.backends.megatron.router_bias import update_router_biases
 from megatron_dsv41.backends.megatron.run_export import export_due, export_step
 from megatron_dsv41.backends.megatron.schedule import RunScheduler, check_thawing, clear_frozen, thaw
 from megatron_dsv41.backends.megatron.shadows import follow_after_steps, follow_owners
-from megatron_dsv41.backends.megatron.weight_rounding import check_rounding, round_after_steps, round_weights
+from megatron_dsv41.backends.megatron.weight_rounding import round_after_steps, round_weights
 from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.checkpoint.team import Team
 from megatron_dsv41.data.check import check_prepared
@@ -423,7 +423,6 @@ def create(run: Run | Leg) -> Trainer:
 def check_settings(run: Run) -> int:
     """What can be found wrong without looking at files: ValueError. The data-parallel size."""
     data_parallel_size = settings.check_settings(run, torch.distributed.get_world_size())
-    check_rounding(run)
     check_megatron_settings(run)
     Ops(run.ops)
     return data_parallel_size

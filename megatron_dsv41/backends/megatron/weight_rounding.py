@@ -21,7 +21,6 @@ from megatron_dsv41.checkpoint.storage import Storage
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.ops.quant.codec import Format
 from megatron_dsv41.ops.quant.weights import round_weight
-from megatron_dsv41.run_config import Run
 
 ROUNDED = (Storage.FP4_ROW32, Storage.FP8_BLOCK32)
 
@@ -30,21 +29,6 @@ def weight_formats(config: DSV41Config) -> dict[str, Format]:
     """Native name -> grid of every weight that is rounded."""
     bindings = (binding for binding in parameter_bindings(config) if binding.storage in ROUNDED)
     return {binding.native: binding.storage.format for binding in bindings if binding.storage.format is not None}
-
-
-def check_rounding(run: Run) -> None:
-    """ValueError when the run's phase asks for rounded weights that this run cannot have."""
-    if not run.phase.quantized_weights:
-        return
-    if run.train.precision != "bf16":
-        raise ValueError(
-            f"phase.quantized_weights needs train.precision=bf16, got {run.train.precision}: the optimizer then keeps "
-            "fp32 weights beside the rounded ones"
-        )
-    if any(run.megatron.get(name) for name in ("overlap_param_gather", "overlap-param-gather")):
-        raise ValueError(
-            "phase.quantized_weights rounds after a step has ended: leave megatron.overlap_param_gather out"
-        )
 
 
 @torch.no_grad()

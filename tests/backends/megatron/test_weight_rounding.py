@@ -80,7 +80,7 @@ def test_killed_in_the_phase_it_goes_on_bitwise(home):
     ],
 )
 def test_what_cannot_be_is_refused(home, override, message):
-    from megatron_dsv41.backends.megatron.weight_rounding import check_rounding
+    from megatron_dsv41.backends.megatron.settings import check_rounding
 
     run = tiny_run(*settings(home, "unused", override))
     check_rounding(run.legs[0].run)
