@@ -118,12 +118,12 @@ class OwnedTable:
         return self.published.index_select(0, local).to(ids.device, non_blocking=True)
 
     @torch.no_grad()
-    def fill(self, read: Callable[[slice], Tensor]) -> None:
-        """Take rows from read(slice of the whole table) -> values [n, dim], a block at a time."""
+    def fill(self, read: Callable[[slice], Tensor], master: bool = True) -> None:
+        """Take rows from read(slice of the whole table) -> values [n, dim], a block at a time, the master's too."""
         for block in row_blocks(self.end - self.begin, self.format.dim):
             values = read(slice(self.begin + block.start, self.begin + block.stop))
             self.published[block] = self.format.encode(values).to(self.published.device)
-            if not self.aliased:
+            if master and not self.aliased:
                 low, high = max(block.start + self.begin, self.first), min(block.stop + self.begin, self.last)
                 if low < high:
                     part = values[low - self.begin - block.start : high - self.begin - block.start]
@@ -149,8 +149,19 @@ class OwnedTable:
                     rows.copy_(sent)
 
     def load(self, values: Tensor) -> None:
-        """Take this rank's rows as `entry` described them."""
-        self.fill(lambda rows: values[rows.start - self.begin : rows.stop - self.begin])
+        """Take this rank's published rows as `entry` described them.
+
+        The master is optimizer state: it is read in place, before this, and these rows are rounded.
+        """
+        self.fill(lambda rows: values[rows.start - self.begin : rows.stop - self.begin], master=False)
+
+    @torch.no_grad()
+    def renew_master(self) -> None:
+        """From the published rows, which were changed from outside."""
+        offset = self.first - self.begin
+        for block in row_blocks(0 if self.aliased else self.last - self.first, self.format.dim):
+            rows = self.published[block.start + offset : block.stop + offset]
+            self.master[block] = self.format.decode(rows, self.master.dtype)
 
     def entry(self, key: str, dtype: torch.dtype) -> ShardedTensor:
         """The published rows as values of `dtype`: their place in a checkpoint, whoever owns them when it is read."""

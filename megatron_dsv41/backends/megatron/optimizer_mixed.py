@@ -152,6 +152,8 @@ class MegatronMixedOptimizer(MegatronOptimizer):
         """The parameters were changed from outside: renew the fp32 copies."""
         for part, tensor in self.mine:
             tensor.copy_(part.value)
+        for table in self.tables:
+            table.renew_master()
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

@@ -396,17 +396,26 @@ def test_training_resumes_with_other_owners(home):
     assert all({"engram_fetch_hidden_ms", "engram_fetch_exposed_ms"} <= set(row) for row in rows)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
-        ("train.precision=bf16", "optimizer.momentum_dtype=bfloat16", "parallel.pp=2"),
-        ("train.precision=bf16", "engram.table=float8", "engram.master=bfloat16", "engram.window=1"),
-        ("optimizer.name=adamw", "engram.memory=host"),
-        ("parallel.pp=2", "parallel.vpp=2", "train.recompute=block", "eval.interval=2"),
+        pytest.param((), id="fp32", marks=pytest.mark.slow),
+        pytest.param(
+            ("train.precision=bf16", "optimizer.momentum_dtype=bfloat16", "parallel.pp=2"),
+            id="bf16-pp2",
+        ),
+        pytest.param(
+            ("train.precision=bf16", "engram.table=float8", "engram.master=bfloat16", "engram.window=1"),
+            id="float8",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("optimizer.name=adamw", "engram.memory=host"), id="adamw-host", marks=pytest.mark.slow),
+        pytest.param(
+            ("parallel.pp=2", "parallel.vpp=2", "train.recompute=block", "eval.interval=2"),
+            id="vpp2",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["fp32", "bf16-pp2", "float8", "adamw-host", "vpp2"],
 )
 def test_same_owners_resume_bitwise(home, overrides, request):
     name = request.node.callspec.id
