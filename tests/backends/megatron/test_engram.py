@@ -11,7 +11,7 @@ from megatron_dsv41.backends.megatron import checkpoints
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.testing.distributed import run_ranks
 from megatron_dsv41.testing.tiny import identity_map, tiny_config
-from megatron_dsv41.testing.tiny_run import tiny_run
+from megatron_dsv41.testing.tiny_run import smooth, tiny_run
 
 DIM = tiny_config().engram_head_dim
 LAYERS = (1, 3)
@@ -338,12 +338,7 @@ def test_mistakes_stop_every_rank_with_ranks_table_and_row():
 
 
 SMOOTH = (
-    "phase.window_kv_fp8=false",
-    "phase.main_kv_fp4=false",
-    "phase.index_mxfp4=false",
-    "model.overrides.index_topk=32",
-    "model.overrides.candidate_topk_blocks=8",
-    "model.overrides.num_experts_per_tok=4",
+    *smooth(),
     "optimizer.name=published",
     "batch.micro=1",
     "batch.sequences=6",

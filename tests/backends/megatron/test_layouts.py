@@ -11,17 +11,12 @@ from megatron_dsv41.checkpoint.convert import export_checkpoint
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.testing.distributed import run_ranks
 from megatron_dsv41.testing.layouts import CURVES, SHORT_CURVES
-from megatron_dsv41.testing.tiny_run import tiny_run
+from megatron_dsv41.testing.tiny_run import smooth, tiny_run
 
-# Without step functions, and with an epsilon that keeps Adam from turning rounding noise into whole steps.
+# With an epsilon that keeps Adam from turning rounding noise into whole steps.
 SMOOTH = (
-    "phase.window_kv_fp8=false",
-    "phase.main_kv_fp4=false",
-    "phase.index_mxfp4=false",
+    *smooth(),
     "phase.index_loss=sparse",
-    "model.overrides.index_topk=32",
-    "model.overrides.candidate_topk_blocks=8",
-    "model.overrides.num_experts_per_tok=4",
     "optimizer.eps=1e-8",
     "batch.micro=1",
     "checkpoint.interval=2",

@@ -12,17 +12,9 @@ from megatron_dsv41.checkpoint.mapping import bind, parameter_bindings
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.optim.optimizer import whole_optimizer
 from megatron_dsv41.testing.distributed import run_ranks
-from megatron_dsv41.testing.tiny_run import tiny_run
+from megatron_dsv41.testing.tiny_run import smooth, tiny_run
 
-# Selection and fake quantization are step functions: without them curves differ by rounding alone.
-SMOOTH = (
-    "phase.window_kv_fp8=false",
-    "phase.main_kv_fp4=false",
-    "phase.index_mxfp4=false",
-    "model.overrides.index_topk=32",
-    "model.overrides.candidate_topk_blocks=8",
-    "model.overrides.num_experts_per_tok=4",
-)
+SMOOTH = smooth()
 CLIP = 100.0  # the gradients below are longer: clipping takes part
 
 

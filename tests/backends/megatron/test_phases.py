@@ -6,7 +6,7 @@ import torch
 from megatron_dsv41.backends.megatron import checkpoints
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.testing.distributed import Ranks, run_ranks
-from megatron_dsv41.testing.tiny_run import tiny_run
+from megatron_dsv41.testing.tiny_run import smooth, tiny_run
 
 PHASES = """phases=[
   {name: short, steps: 3},
@@ -14,17 +14,8 @@ PHASES = """phases=[
    phase: {index_loss: sparse, hsi: false, main_kv_fp4: false}, optimizer: {frozen: [embed.weight, "layers.3.*"]}},
   {name: last, steps: 2, data: {seq_length: 64}, lr: {start: 1.0e-3, end: 0.0}, phase: {yarn: false}}]"""
 STEPS, SWITCHES = 9, (3, 7)
-# Fake quantization, selection and routing are step functions, and Adam divides by what may be rounding alone: without
-# them two layouts part by rounding only.
-SMOOTH = (
-    "optimizer.eps=1e-6",
-    "phase.window_kv_fp8=false",
-    "phase.main_kv_fp4=false",
-    "phase.index_mxfp4=false",
-    "model.overrides.index_topk=64",
-    "model.overrides.candidate_topk_blocks=16",
-    "model.overrides.num_experts_per_tok=4",
-)
+# Adam's eps is above what is rounding alone.
+SMOOTH = ("optimizer.eps=1e-6", *smooth(64))
 
 
 def train(folder, *overrides):

@@ -9,7 +9,7 @@ import torch
 from megatron_dsv41.backends.megatron import checkpoints
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.testing.distributed import Ranks, run_ranks
-from megatron_dsv41.testing.tiny_run import tiny_run
+from megatron_dsv41.testing.tiny_run import smooth, tiny_run
 
 STEPS = 24
 
@@ -66,18 +66,8 @@ def test_loss_falls_and_everything_is_reported(uninterrupted):
     assert [row["lr"] for row in rows if "lr" in row] == pytest.approx(expected, rel=1e-12)
 
 
-# Fake quantization, selection and routing are step functions: after a few updates two orders of summation part by more
-# than rounding. Adam divides noise by noise where a gradient is zero but for rounding, unless eps is above that.
-# Without either, curves agree closely.
-SMOOTH = (
-    "optimizer.eps=1e-6",
-    "phase.window_kv_fp8=false",
-    "phase.main_kv_fp4=false",
-    "phase.index_mxfp4=false",
-    "model.overrides.index_topk=32",
-    "model.overrides.candidate_topk_blocks=8",
-    "model.overrides.num_experts_per_tok=4",
-)
+# Adam divides noise by noise where a gradient is zero but for rounding, unless eps is above that.
+SMOOTH = ("optimizer.eps=1e-6", *smooth())
 
 
 def plain_optimizer(run, parameters):
