@@ -20,7 +20,7 @@ import torch
 
 from megatron_dsv41.experiments.flops import count_parameters, flops_per_token
 from megatron_dsv41.modules.transformer import Transformer, make_batch, one_document_per_row
-from megatron_dsv41.ops.registry import Ops
+from megatron_dsv41.ops.registry import Ops, read_choice
 from megatron_dsv41.phase import Phase
 from megatron_dsv41.presets import PRESETS
 from megatron_dsv41.testing.bench import table
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    choice = dict(entry.split("=", 1) for entry in args.ops or ([FASTEST] if args.device == "cuda" else []))
+    choice = read_choice(args.ops or ([FASTEST] if args.device == "cuda" else []))
     step = Step(args.preset, args.tokens, Ops(choice), Phase(index_loss=args.index_loss), torch.device(args.device))
     found = step.measure(args.repeats)
     print(step.model.ops.table())

@@ -86,19 +86,17 @@ def _load(source: Any, config: Any, training: Any, prefix: str, args: argparse.N
     from megatron_dsv41.data.prepared import prepared_paths
     from megatron_dsv41.data.token_map import load_token_map
     from megatron_dsv41.modules.transformer import Transformer
-    from megatron_dsv41.ops.registry import Ops
+    from megatron_dsv41.ops.registry import Ops, read_choice
     from megatron_dsv41.phase import Phase
 
-    bad = [choice for choice in args.ops if "=" not in choice]
-    if bad:
-        raise ValueError(f"--ops {bad[0]}: write OP=PROVIDER, for example csa2=triton")
+    choice, stored = read_choice(args.ops), set(source.names())
     token_map = load_token_map(prepared_paths(prefix).token_map, config).ids.to(args.device)
-    ops, phase = Ops(dict(choice.split("=", 1) for choice in args.ops)), training.phase if training else Phase()
+    ops, phase = Ops(choice), training.phase if training else Phase()
     with torch.device(args.device):
         model = Transformer(config, token_map, phase=phase, ops=ops)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name in source.names():
+            if name in stored:
                 tensor.copy_(source.read(name))
     return model.eval()
 

@@ -41,15 +41,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from megatron_dsv41.ops.registry import Ops
+    from megatron_dsv41.ops.registry import Ops, read_choice
     from megatron_dsv41.testing.parity import ParityCase, compare, run_transformer
 
     _check_device(args.device)
-    bad = [choice for choice in args.ops if "=" not in choice]
-    if bad:
-        raise ValueError(f"--ops {bad[0]}: write OP=PROVIDER, for example csa2=triton")
+    choice = read_choice(args.ops)
     case = ParityCase.load(args.folder)
-    choice = dict(choice.split("=", 1) for choice in args.ops)
     ops = Ops(choice)
     if args.layout is None:
         results, title = run_transformer(case, ops, args.device), case.folder.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_dsv41.config import nearest
@@ -95,6 +95,14 @@ def load(op: str, provider: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(module), function)
     except ImportError as error:
         raise ImportError(f"op {op}: provider {provider!r} needs the package {error.name!r}: {error}") from error
+
+
+def read_choice(entries: Sequence[str]) -> dict[str, str]:
+    """Entries "OP=PROVIDER" of a command line as the mapping that `Ops` takes. ValueError for one without "="."""
+    bad = [entry for entry in entries if "=" not in entry]
+    if bad:
+        raise ValueError(f"--ops {bad[0]}: write OP=PROVIDER, for example csa2=triton")
+    return dict(entry.split("=", 1) for entry in entries)
 
 
 def choose(choice: Mapping[str, str]) -> dict[str, str]:

@@ -12,11 +12,12 @@ from torch import Tensor
 class Permutation:
     """The T*K (token, expert) pairs of a routing, sorted by expert, within an expert by token.
 
-    pair_P int64 [T*K]: t * K + k of every row. place_TK int64: rows of every token, by expert. counts_E int64: rows of
-    every expert.
+    pair_P int64 [T*K]: t * K + k of every row, token_P its t. place_TK int64: rows of every token, by expert. counts_E
+    int64: rows of every expert.
     """
 
     pair_P: Tensor
+    token_P: Tensor
     place_TK: Tensor
     counts_E: Tensor
 
@@ -28,15 +29,15 @@ class Permutation:
         place_P = torch.empty_like(pair_P).scatter_(0, pair_P, torch.arange(pair_P.numel(), device=pair_P.device))
         counts_E = torch.zeros(num_experts, dtype=torch.int64, device=pair_P.device)
         counts_E.scatter_add_(0, experts_P, torch.ones_like(experts_P))
-        return cls(pair_P, place_P.view_as(indices_TK).sort(1).values, counts_E)
+        return cls(pair_P, pair_P // indices_TK.shape[1], place_P.view_as(indices_TK).sort(1).values, counts_E)
 
     def dispatch(self, x_TD: Tensor) -> Tensor:
         """[T, d] -> [T*K, d]: a token's row for each of its experts."""
-        return _Dispatch.apply(x_TD, self.pair_P // self.place_TK.shape[1], self.place_TK)
+        return _Dispatch.apply(x_TD, self.token_P, self.place_TK)
 
     def combine(self, y_PD: Tensor, dtype: torch.dtype) -> Tensor:
         """[T*K, d] -> [T, d]: the sum of a token's rows in `dtype`, added in expert order."""
-        return _Combine.apply(y_PD, self.pair_P // self.place_TK.shape[1], self.place_TK, dtype)
+        return _Combine.apply(y_PD, self.token_P, self.place_TK, dtype)
 
 
 def _sum_rows(rows_PD: Tensor, place_TK: Tensor, dtype: torch.dtype) -> Tensor:
