@@ -1,9 +1,10 @@
 """Time forward and backward of a whole model on one GPU, and show where the time goes.
 
-    python tools/bench_step.py [--preset proxy] [--tokens 4096] [--ops '*=hopper, triton, grouped, blocked']
+    python tools/bench_step.py [--preset proxy] [--tokens 4096] [--ops '*=hopper, triton, grouped, blocked, split']
 
-Random tokens of one document, bf16, gradients kept, no optimizer. Printed: milliseconds (median, range), tokens/s,
-TFLOP/s of the architecture's own count, peak memory, and device time by kernel from a profiler run of its own.
+Random tokens of one document, bf16, no optimizer. Printed: milliseconds (median, range), tokens/s, TFLOP/s of the
+architecture's own count, peak memory, how often the host waited for the device inside a step, and device time by kernel
+from a profiler run of its own. Gradients are new in every step (the first micro-batch) or added to those there are.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from megatron_dsv41.phase import Phase
 from megatron_dsv41.presets import PRESETS
 from megatron_dsv41.testing.bench import table
 
-FASTEST = "*=hopper, triton, grouped, blocked"
+FASTEST = "*=hopper, triton, grouped, blocked, split"
 SHOWN = 25
 
 
@@ -38,12 +40,14 @@ def main() -> None:
     parser.add_argument(
         "--index-loss", choices=("off", "sparse"), default="off", help="indexer objective (default off)"
     )
+    parser.add_argument("--gradients", choices=("new", "added"), default="added", help="(default added)")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     choice = read_choice(args.ops or ([FASTEST] if args.device == "cuda" else []))
-    step = Step(args.preset, args.tokens, Ops(choice), Phase(index_loss=args.index_loss), torch.device(args.device))
+    phase, device = Phase(index_loss=args.index_loss), torch.device(args.device)
+    step = Step(args.preset, args.tokens, Ops(choice), phase, device, adds=args.gradients == "added")
     found = step.measure(args.repeats)
     print(step.model.ops.table())
     print(table(("what", "value"), [(key, f"{value:,.4g}") for key, value in found.items()]))
@@ -58,8 +62,9 @@ def main() -> None:
 class Step:
     """A model with random weights and one batch of random tokens."""
 
-    def __init__(self, preset: str, tokens: int, ops: Ops, phase: Phase, device: torch.device):
+    def __init__(self, preset: str, tokens: int, ops: Ops, phase: Phase, device: torch.device, adds: bool = True):
         self.config, self.phase, self.tokens, self.device = PRESETS[preset](), phase, tokens, device
+        self.adds = adds
         if device.type == "cuda":
             self.config = self.config.with_overrides({"dtype": "bfloat16"})
         token_map = torch.arange(self.config.vocab_size, device=device) % self.config.engram_compressed_vocab_size
@@ -69,7 +74,9 @@ class Step:
         self.ids_BS = torch.randint(4, self.config.vocab_size, (1, tokens), device=device)
 
     def run(self) -> None:
-        """Forward, loss, backward; gradients accumulate in place after the first call."""
+        """Forward, loss, backward."""
+        if not self.adds:
+            self.model.zero_grad(set_to_none=True)
         documents = one_document_per_row(self.config, self.ids_BS)
         batch = make_batch(self.config, self.model.engram_hash, self.ids_BS, documents)
         hidden_SBD, aux, _ = self.model.hidden(self.ids_BS, batch)
@@ -93,7 +100,22 @@ class Step:
         }
         if self.device.type == "cuda":
             found["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+            found["host waits"] = float(self._waits())
         return found
+
+    def _waits(self) -> int:
+        """Calls inside one step that made the host wait for the device, by torch's own count."""
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self.run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        waits = Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message))
+        for place, count in waits.most_common():
+            print(f"host waits {count}x at {place}")
+        return sum(waits.values())
 
     def _timed(self) -> float:
         self._synchronize()

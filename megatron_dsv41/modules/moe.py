@@ -41,8 +41,7 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, batch: Batch, batch_size: int) -> Routing:
         """x [T, d] -> the decision for every token."""
         config, documents = self.config, batch.documents
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = nn.functional.linear(x_TD.to(wide), self.weight.to(wide))
+        logits_TE = self.ops["linear.wide"](x_TD, self.weight)
         bias_TE = torch.where(documents.image_T[:, None], self.bias_vl, self.bias)
         indices_TK, weights_TK, scores_TE = self.ops["routing.route"](
             logits_TE, bias_TE, config.num_experts_per_tok, config.routed_scaling_factor

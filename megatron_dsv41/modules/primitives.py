@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.ops.documents import Groups
 from megatron_dsv41.ops.head.ref import WHOLE, VocabularyPart
+from megatron_dsv41.ops.linear.ref import block_diagonal
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.ops.routing.permutation import Permutation
 
@@ -113,19 +114,18 @@ class Primitives(Protocol):
 
 
 class Linear(nn.Module):
-    """Bias-free linear. `fp32` casts operands up, as the definition asks for router, head and pooled compressor."""
+    """Bias-free linear. `fp32` asks for fp32 results, as the definition does for head and pooled compressor."""
 
-    def __init__(self, d_in: int, d_out: int, dtype: torch.dtype, std: float, fp32: bool = False):
+    def __init__(self, d_in: int, d_out: int, dtype: torch.dtype, std: float, ops: Ops, fp32: bool = False):
         super().__init__()
-        self.fp32 = fp32
+        self.ops, self.fp32 = ops, fp32
         self.weight = nn.Parameter(torch.empty(d_out, d_in, dtype=dtype))
         nn.init.normal_(self.weight, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_in] -> [..., d_out]."""
         if self.fp32:
-            wide = torch.promote_types(self.weight.dtype, torch.float32)
-            return F.linear(x.to(wide), self.weight.to(wide))
+            return self.ops["linear.wide"](x, self.weight)
         return F.linear(x, self.weight)
 
 
@@ -135,8 +135,7 @@ class Head(Linear):
     part: VocabularyPart = WHOLE
 
     def __init__(self, dim: int, vocab_size: int, dtype: torch.dtype, std: float, ops: Ops):
-        super().__init__(dim, vocab_size, dtype, std, fp32=True)
-        self.ops = ops
+        super().__init__(dim, vocab_size, dtype, std, ops, fp32=True)
 
     def forward(self, x: Tensor, labels_T: Tensor | None = None) -> Tensor:
         """x [..., dim] -> logits [..., vocab]; with labels int64 [T], x [T, dim] -> losses fp32 [T]."""
@@ -156,8 +155,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., groups * d_in] -> [..., groups * d_out]."""
-        weight_GOI = self.weight.unflatten(0, (self.groups, -1))
-        return torch.einsum("...gi,goi->...go", x.unflatten(-1, (self.groups, -1)), weight_GOI).flatten(-2)
+        return block_diagonal(x, self.weight.unflatten(0, (self.groups, -1)))
 
 
 class Norm(nn.Module):
@@ -206,7 +204,7 @@ class Experts(nn.Module):
         """Weighted sum of the chosen experts, fp32 [T, d], added in expert order."""
         if self.dense:
             return self._dense(x_TD, indices_TK, weights_TK)
-        rows = Permutation.of(indices_TK, self.w13.shape[0])
+        rows = Permutation.of(indices_TK, self.w13.shape[0], self.ops)
         share_P = weights_TK.flatten()[rows.pair_P]
         multiply, swiglu = self.ops["routing.experts"], self.ops["routing.swiglu"]
         y_PD = multiply(rows.dispatch(x_TD), rows.counts_E, share_P, self.w13, self.w2, self.limit, swiglu)
@@ -239,7 +237,7 @@ class TorchPrimitives:
 
     def linear(self, role: str, d_in: int, d_out: int, fp32: bool = False) -> nn.Module:
         """See Primitives."""
-        return Linear(d_in, d_out, self.dtype, self.config.initializer_range, fp32)
+        return Linear(d_in, d_out, self.dtype, self.config.initializer_range, self.ops, fp32)
 
     def grouped_linear(self, role: str, groups: int, d_in: int, d_out: int) -> nn.Module:
         """See Primitives."""

@@ -47,6 +47,10 @@ PROVIDERS: dict[str, dict[str, str]] = {
         "ref": "megatron_dsv41.ops.head.ref:losses",
         "blocked": "megatron_dsv41.ops.head.blocked:losses",
     },
+    "linear.wide": {
+        "ref": "megatron_dsv41.ops.linear.ref:wide_linear",
+        "split": "megatron_dsv41.ops.linear.split:wide_linear",
+    },
     "norm.rms_norm": {
         "ref": "megatron_dsv41.ops.norm.ref:rms_norm",
         "triton": "megatron_dsv41.ops.norm.triton_rms:rms_norm",
@@ -71,6 +75,14 @@ PROVIDERS: dict[str, dict[str, str]] = {
     "routing.experts": {
         "ref": "megatron_dsv41.ops.routing.ref:experts",
         "grouped": "megatron_dsv41.ops.routing.grouped:experts",
+    },
+    "routing.spread_rows": {
+        "ref": "megatron_dsv41.ops.routing.ref:spread_rows",
+        "triton": "megatron_dsv41.ops.routing.triton_rows:spread_rows",
+    },
+    "routing.sum_rows": {
+        "ref": "megatron_dsv41.ops.routing.ref:sum_rows",
+        "triton": "megatron_dsv41.ops.routing.triton_rows:sum_rows",
     },
     "routing.swiglu": {
         "ref": "megatron_dsv41.ops.routing.ref:swiglu",

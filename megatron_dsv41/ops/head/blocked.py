@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_dsv41.ops.head.ref import WHOLE, VocabularyPart
-from megatron_dsv41.ops.numerics import wide
+from megatron_dsv41.ops.numerics import parts, wide, wide_product
 
 BLOCK = 8192
 
@@ -29,7 +29,7 @@ class _Losses(torch.autograd.Function):
         top_T = x_TD.new_full((x_TD.shape[0],), -torch.inf, dtype=wide(x_TD[:0]).dtype)
         sum_T, own_T = torch.zeros_like(top_T), torch.zeros_like(top_T)
         for first, rows_VD in _blocks(weight_VD):
-            logits_TV = _product(x_TD, rows_VD.T)
+            logits_TV = wide_product(x_TD, rows_VD.T)
             new_T = torch.maximum(top_T, logits_TV.amax(-1))
             here_T = _inside(local_T, first, rows_VD)
             label_T = (local_T - first).where(here_T, 0)
@@ -48,15 +48,15 @@ class _Losses(torch.autograd.Function):
         grad_x_TD = torch.zeros_like(x_TD, dtype=log_sum_T.dtype)
         grad_weight_VD = torch.empty_like(weight_VD)
         for first, rows_VD in _blocks(weight_VD):
-            slope_TV = _product(x_TD, rows_VD.T).sub_(log_sum_T[:, None]).exp_()
+            slope_TV = wide_product(x_TD, rows_VD.T).sub_(log_sum_T[:, None]).exp_()
             here_T = _inside(local_T, first, rows_VD)
             label_T = (local_T - first).where(here_T, 0)
             slope_TV.scatter_add_(1, label_T[:, None], -here_T.to(slope_TV.dtype)[:, None])
             slope_TV.mul_(grad_T[:, None])
             grad_rows_VD = 0
-            for slope in _parts(slope_TV, x_TD.dtype):
-                grad_x_TD += _product(slope, rows_VD)
-                grad_rows_VD = grad_rows_VD + _product(slope.T, x_TD)
+            for slope in parts(slope_TV, x_TD.dtype):
+                grad_x_TD += wide_product(slope, rows_VD)
+                grad_rows_VD = grad_rows_VD + wide_product(slope.T, x_TD)
             grad_weight_VD[first : first + rows_VD.shape[0]] = grad_rows_VD
         return grad_x_TD.to(x_TD.dtype), grad_weight_VD, None, None
 
@@ -67,18 +67,3 @@ def _blocks(weight_VD: Tensor) -> list[tuple[int, Tensor]]:
 
 def _inside(local_T: Tensor, first: int, rows_VD: Tensor) -> Tensor:
     return (local_T >= first) & (local_T < first + rows_VD.shape[0])
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b with fp32 sums and result, at least."""
-    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return wide(a) @ wide(b)
-
-
-def _parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Tensors of `dtype` that add up to x: two where it is bfloat16, x itself otherwise."""
-    if dtype != torch.bfloat16:
-        return [x]
-    high = x.to(dtype)
-    return [high, (x - high).to(dtype)]

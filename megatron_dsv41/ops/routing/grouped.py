@@ -26,5 +26,4 @@ def experts(
         raise ValueError(f"routing.experts: provider 'grouped' takes bfloat16 on GPUs, got {x_PD.dtype}; choose 'ref'")
     ends_E = counts_E.to(x_PD.device).cumsum(0).to(torch.int32)
     hidden = F.grouped_mm(x_PD, w13.flatten(1, 2).transpose(1, 2), offs=ends_E)
-    gate_PF, up_PF = hidden.chunk(2, -1)
-    return F.grouped_mm(swiglu(gate_PF, up_PF, limit, share_P).contiguous(), w2.transpose(1, 2), offs=ends_E)
+    return F.grouped_mm(swiglu(hidden, None, limit, share_P).contiguous(), w2.transpose(1, 2), offs=ends_E)

@@ -25,15 +25,33 @@ def route(logits_TE: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Te
     return indices_TK, chosen_TK / (chosen_TK.sum(-1, keepdim=True) + 1e-20) * scale, scores_TE
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor | None, limit: float, weight: Tensor | None = None) -> Tensor:
     """silu(min(gate, limit)) * clamp(up, -limit, limit) [* weight], fp32 arithmetic, cast once to gate's dtype.
 
-    gate, up [..., F]; weight [...] is the routing weight, applied here, before w2.
+    gate, up [..., F], or gate [..., 2F] with both halves and no up; weight [...] is the routing weight, applied here,
+    before w2.
     """
+    if up is None:
+        gate, up = gate.chunk(2, -1)
     hidden = F.silu(wide(gate).clamp(max=limit)) * wide(up).clamp(-limit, limit)
     if weight is not None:
         hidden = hidden * weight[..., None]
     return hidden.to(gate.dtype)
+
+
+def spread_rows(x_TD: Tensor, place_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, d] -> [T*K, d] in `dtype`: row t goes to its K places int64 place[t], each taken once. No gradient."""
+    rows_PD = x_TD.new_empty(place_TK.numel(), x_TD.shape[1], dtype=dtype)
+    rows_PD[place_TK] = x_TD.to(dtype)[:, None]
+    return rows_PD
+
+
+def sum_rows(rows_PD: Tensor, place_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    """[P, d] -> [T, d] in `dtype`: the sums of rows place[t], added in fp32 (or fp64) in that order. No gradient."""
+    total_TD = wide(rows_PD[place_TK[:, 0]])
+    for place_T in place_TK.T[1:]:
+        total_TD = total_TD + rows_PD[place_T]
+    return total_TD.to(dtype)
 
 
 def experts(

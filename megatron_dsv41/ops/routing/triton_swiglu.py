@@ -36,7 +36,7 @@ def _forward(
 @triton.jit
 def _backward(
     gate_ptr, up_ptr, weight_ptr, grad_ptr, grad_gate_ptr, grad_up_ptr, grad_weight_ptr,
-    gate_stride, up_stride, size, limit, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    gate_stride, up_stride, grad_stride, size, limit, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows): a row's program sums the gradient of its weight."""
     row = tl.program_id(0).to(tl.int64)
@@ -57,19 +57,20 @@ def _backward(
         grad *= weight
         of_gate = tl.where(raw_gate <= limit, grad * up * (slope + silu * (1.0 - slope)), 0.0)
         of_up = tl.where(tl.abs(raw_up) <= limit, grad * silu, 0.0)
-        tl.store(grad_gate_ptr + row * size + cols, of_gate.to(grad_gate_ptr.dtype.element_ty), mask=inside)
-        tl.store(grad_up_ptr + row * size + cols, of_up.to(grad_up_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_gate_ptr + row * grad_stride + cols, of_gate.to(grad_gate_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_up_ptr + row * grad_stride + cols, of_up.to(grad_up_ptr.dtype.element_ty), mask=inside)
     if WEIGHTED:
         tl.store(grad_weight_ptr + row, tl.sum(of_weight))
 
 
 class _SwiGLU(torch.autograd.Function):
-    """gate, up [T, F], rows contiguous; weight fp32 [T] or None."""
+    """gate, up [T, F], rows contiguous, or gate [T, 2F] with both halves and no up; weight fp32 [T] or None."""
 
     @staticmethod
     def forward(ctx, gate, up, weight, limit):
         ctx.save_for_backward(gate, up, weight)
         ctx.limit = limit
+        gate, up = _halves(gate, up)
         rows, size = gate.shape
         out = torch.empty(rows, size, dtype=gate.dtype, device=gate.device)
         if gate.numel():
@@ -81,27 +82,38 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
-        gate, up, weight = ctx.saved_tensors
+        saved_gate, saved_up, weight = ctx.saved_tensors
+        grads = [
+            None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (saved_gate, saved_up)
+        ]
+        (gate, up), (of_gate, of_up) = _halves(saved_gate, saved_up), _halves(*grads)
         rows, size = gate.shape
-        of_gate, of_up = (torch.empty(rows, size, dtype=gate.dtype, device=gate.device) for _ in range(2))
         of_weight = None if weight is None else torch.empty_like(weight)
         if gate.numel():
             _backward[(rows,)](
                 gate, up, weight, grad.contiguous(), of_gate, of_up, of_weight,
-                gate.stride(0), up.stride(0), size, ctx.limit,
+                gate.stride(0), up.stride(0), of_gate.stride(0), size, ctx.limit,
                 WEIGHTED=weight is not None, BLOCK=min(1024, triton.next_power_of_2(size)), num_warps=4,
             )  # fmt: skip
-        return of_gate, of_up, of_weight, None
+        return *grads, of_weight, None
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
-    """Semantics, shapes and dtypes of `routing.ref.swiglu`. gate and up may be halves of one tensor."""
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (gate, up) if up is not None else gate.chunk(2, -1)
+
+
+def swiglu(gate: Tensor, up: Tensor | None, limit: float, weight: Tensor | None = None) -> Tensor:
+    """Semantics, shapes and dtypes of `routing.ref.swiglu`. Both halves in one tensor get one gradient, not a copy."""
     check_tensors("routing.swiglu", gate, up)
     check_tensors("routing.swiglu", weight, dtypes=(torch.float32,))
-    if gate.shape != up.shape or gate.dtype != up.dtype:
+    if up is not None and (gate.shape != up.shape or gate.dtype != up.dtype):
         raise ValueError(
             f"routing.swiglu: gate {list(gate.shape)} {gate.dtype} and up {list(up.shape)} {up.dtype} differ"
         )
-    rows = [x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous() for x in (gate, up)]
     flat_weight = None if weight is None else weight.reshape(-1).contiguous()
-    return _SwiGLU.apply(*rows, flat_weight, limit).reshape(gate.shape)
+    out = _SwiGLU.apply(_rows(gate), None if up is None else _rows(up), flat_weight, limit)
+    return out.reshape(*gate.shape[:-1], -1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()

@@ -61,8 +61,8 @@ def test_huge_logits_stay_finite():
 def test_at_most_one_block_of_logits_exists(monkeypatch):
     monkeypatch.setattr(blocked, "BLOCK", 32)
     largest = []
-    stock = blocked._product
-    monkeypatch.setattr(blocked, "_product", lambda a, b: largest.append(stock(a, b)) or largest[-1])
+    stock = blocked.wide_product
+    monkeypatch.setattr(blocked, "wide_product", lambda a, b: largest.append(stock(a, b)) or largest[-1])
     x, weight, labels = operands(50, 320, dim=8)
     run(blocked.losses, x, weight, labels)
     assert max(t.numel() for t in largest) == 50 * 32

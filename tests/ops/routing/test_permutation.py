@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.ops.routing.permutation import Permutation
+
+OPS = Ops()
 
 
 def routing(tokens, experts, chosen, seed=0):
@@ -14,7 +17,7 @@ def routing(tokens, experts, chosen, seed=0):
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 1, 1), (7, 4, 2), (33, 6, 6), (5, 40, 3)])
 def test_rows_are_sorted_by_expert_then_token(tokens, experts, chosen):
     indices = routing(tokens, experts, chosen)
-    rows = Permutation.of(indices, experts)
+    rows = Permutation.of(indices, experts, OPS)
     expected = sorted((expert, token) for token, row in enumerate(indices.tolist()) for expert in row)
     assert (rows.pair_P // chosen).tolist() == [token for _, token in expected]
     assert indices.flatten()[rows.pair_P].tolist() == [expert for expert, _ in expected]
@@ -25,7 +28,7 @@ def test_rows_are_sorted_by_expert_then_token(tokens, experts, chosen):
 
 def test_combine_adds_in_expert_order():
     indices = torch.tensor([[2, 0, 1], [1, 2, 0]])
-    rows = Permutation.of(indices, 3)
+    rows = Permutation.of(indices, 3, OPS)
     big, one = 2.0**24, 1.0  # in fp32 only one order of addition keeps both ones
     values = torch.empty(6, 1)
     values[rows.place_TK[0]] = torch.tensor([[one], [one], [big]])
@@ -34,7 +37,7 @@ def test_combine_adds_in_expert_order():
 
 
 def test_gradcheck():
-    rows = Permutation.of(routing(6, 5, 3), 5)
+    rows = Permutation.of(routing(6, 5, 3), 5, OPS)
     x = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
     y = torch.randn(18, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(rows.dispatch, [x])

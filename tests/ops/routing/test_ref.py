@@ -68,3 +68,8 @@ def test_rms_norm_multiplies_before_the_cast_and_keeps_tiny_inputs():
     assert torch.equal(rms_norm(x, g, 1e-20), exact.bfloat16())
     tiny = torch.randn(2, 8) * 1e-6
     torch.testing.assert_close(rms_norm(tiny, torch.ones(8), 1e-20), rms_norm(tiny * 1e6, torch.ones(8), 1e-20))
+
+
+def test_both_halves_in_one_tensor():
+    both, weight = torch.randn(5, 16), torch.rand(5)
+    assert torch.equal(swiglu(both, None, 10.0, weight), swiglu(*both.chunk(2, -1), 10.0, weight))

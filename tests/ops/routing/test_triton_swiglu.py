@@ -9,8 +9,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("rows", [1, 127, 4001])
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_values_and_gradients(rows: int, weighted: bool, dtype: torch.dtype):
+def test_values_and_gradients(rows: int, weighted: bool, joined: bool, dtype: torch.dtype):
     from megatron_dsv41.ops.routing import triton_swiglu
 
     both = (6 * torch.randn(rows, 2, 2304, device="cuda")).to(dtype)
@@ -21,7 +22,8 @@ def test_values_and_gradients(rows: int, weighted: bool, dtype: torch.dtype):
 
     def run(function, leaves):
         weight = leaves[1] if weighted else None
-        out = function(leaves[0][:, 0], leaves[0][:, 1], 10.0, weight)
+        halves = (leaves[0].flatten(1), None) if joined else leaves[0].unbind(1)
+        out = function(*halves, 10.0, weight)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(out.device, out.dtype)
         return out, *torch.autograd.grad(out, leaves, grad)
 
