@@ -1,6 +1,7 @@
 """Time forward and backward of a whole model on one GPU, and show where the time goes.
 
     python tools/bench_step.py [--preset proxy] [--tokens 4096] [--ops '*=hopper, triton, grouped, blocked, split']
+    python tools/bench_step.py --tokens 65536 --model num_hidden_layers=4 compress_ratios=[1,1,1,1] ...  # other depths
 
 Random tokens of one document, bf16, no optimizer. Printed: milliseconds (median, range), tokens/s, TFLOP/s of the
 architecture's own count, peak memory, how often the host waited for the device inside a step, and device time by kernel
@@ -10,6 +11,7 @@ from a profiler run of its own. Gradients are new in every step (the first micro
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -19,12 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from torch.utils.checkpoint import checkpoint
 
+from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.experiments.flops import count_parameters, flops_per_token
+from megatron_dsv41.experiments.memory import Layout, memory_per_rank
 from megatron_dsv41.modules.transformer import Transformer, make_batch, one_document_per_row
 from megatron_dsv41.ops.registry import Ops, read_choice
 from megatron_dsv41.phase import Phase
 from megatron_dsv41.presets import PRESETS
+from megatron_dsv41.run_config import Recompute
 from megatron_dsv41.testing.bench import table
 
 FASTEST = "*=hopper, triton, grouped, blocked, split"
@@ -40,14 +47,24 @@ def main() -> None:
     parser.add_argument(
         "--index-loss", choices=("off", "sparse"), default="off", help="indexer objective (default off)"
     )
+    parser.add_argument("--model", nargs="+", default=[], metavar="KEY=VALUE", help="change the preset's settings")
+    parser.add_argument("--recompute", choices=("none", "block"), default="none", help="(default none)")
     parser.add_argument("--gradients", choices=("new", "added"), default="added", help="(default added)")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     choice = read_choice(args.ops or ([FASTEST] if args.device == "cuda" else []))
-    phase, device = Phase(index_loss=args.index_loss), torch.device(args.device)
-    step = Step(args.preset, args.tokens, Ops(choice), phase, device, adds=args.gradients == "added")
+    changes = {key: yaml.safe_load(value) for key, value in (entry.split("=", 1) for entry in args.model)}
+    step = Step(
+        PRESETS[args.preset]().with_overrides(changes),
+        args.tokens,
+        Ops(choice),
+        Phase(index_loss=args.index_loss),
+        torch.device(args.device),
+        adds=args.gradients == "added",
+        recompute=args.recompute,
+    )
     found = step.measure(args.repeats)
     print(step.model.ops.table())
     print(table(("what", "value"), [(key, f"{value:,.4g}") for key, value in found.items()]))
@@ -62,15 +79,28 @@ def main() -> None:
 class Step:
     """A model with random weights and one batch of random tokens."""
 
-    def __init__(self, preset: str, tokens: int, ops: Ops, phase: Phase, device: torch.device, adds: bool = True):
-        self.config, self.phase, self.tokens, self.device = PRESETS[preset](), phase, tokens, device
+    def __init__(
+        self,
+        config: DSV41Config,
+        tokens: int,
+        ops: Ops,
+        phase: Phase,
+        device: torch.device,
+        *,
+        adds: bool = True,
+        recompute: Recompute = "none",
+    ):
+        self.phase, self.tokens, self.device = phase, tokens, device
         self.adds = adds
-        if device.type == "cuda":
-            self.config = self.config.with_overrides({"dtype": "bfloat16"})
+        self.recompute: Recompute = recompute
+        self.config = config.with_overrides({"dtype": "bfloat16"}) if device.type == "cuda" else config
         token_map = torch.arange(self.config.vocab_size, device=device) % self.config.engram_compressed_vocab_size
         torch.manual_seed(0)
         with device:
             self.model = Transformer(self.config, token_map, phase=phase, ops=ops)
+        if recompute == "block":
+            for block in self.model.layers:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         self.ids_BS = torch.randint(4, self.config.vocab_size, (1, tokens), device=device)
 
     def run(self) -> None:
@@ -79,7 +109,7 @@ class Step:
             self.model.zero_grad(set_to_none=True)
         documents = one_document_per_row(self.config, self.ids_BS)
         batch = make_batch(self.config, self.model.engram_hash, self.ids_BS, documents)
-        hidden_SBD, aux, _ = self.model.hidden(self.ids_BS, batch)
+        hidden_SBD, aux = self.model.hidden(self.ids_BS, batch)[:2]
         losses_T = self.model.head(hidden_SBD.flatten(0, 1), self.ids_BS.roll(-1, 1).flatten())
         (losses_T.mean() + aux.loss.sum()).backward()
 
@@ -87,6 +117,10 @@ class Step:
         """Wall time of one step, device synchronized, and what follows from it."""
         for _ in range(2):
             self.run()
+        resting = 0
+        if self.device.type == "cuda":
+            resting = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
         times = [self._timed() for _ in range(repeats)]
         seconds = statistics.median(times)
         flops = flops_per_token(self.config, self.tokens, self.phase).training_total * self.tokens
@@ -99,7 +133,11 @@ class Step:
             "TFLOP/s": flops / seconds / 1e12,
         }
         if self.device.type == "cuda":
-            found["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+            peak, layout = torch.cuda.max_memory_allocated(), Layout(seq_length=self.tokens, recompute=self.recompute)
+            found["peak GiB"] = peak / 2**30
+            if self.adds:  # otherwise gradients are part of what a step allocates
+                found["of it, activations GiB"] = (peak - resting) / 2**30
+                found["planned activations GiB"] = memory_per_rank(self.config, layout)[0].activations / 2**30
             found["host waits"] = float(self._waits())
         return found
 
