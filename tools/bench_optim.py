@@ -55,9 +55,9 @@ def measure(preset: str, settings: Optimizer, rate: float) -> list[dict[str, Any
         parameters = {name: torch.randn(shape, device="cuda") * 0.02 for name, shape in group.shapes.items()}
         for tensor in parameters.values():
             tensor.grad = torch.randn_like(tensor)
-        before = torch.cuda.memory_allocated()
         optimizer = whole_optimizer(parameters, [group], settings)
-        state = torch.cuda.memory_allocated() - before
+        moments = [value for states in optimizer.state.values() for value in states.values() if value.is_cuda]
+        state = sum(value.numel() * value.element_size() for value in moments)
         ms, flop = elapsed_ms(optimizer.step), newton_schulz_flop(group, settings)
         rows.append(
             row(group.role, group.algorithm, group.num_parameters, ms, flop, rate, state / group.num_parameters)
@@ -68,7 +68,7 @@ def measure(preset: str, settings: Optimizer, rate: float) -> list[dict[str, Any
         total["flop"] += flop
         total["ns ms"] += ms if flop else 0.0
         total["state"] += state
-        del optimizer, parameters, tensor
+        del optimizer, parameters, tensor, moments
         torch.cuda.empty_cache()
     rows.append(row("muon", "", 0, total["ns ms"], total["flop"], rate, 0))
     rows.append(row("all", "", total["elements"], total["ms"], 0, rate, total["state"] / total["elements"]))
