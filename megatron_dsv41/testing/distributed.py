@@ -1,7 +1,7 @@
 """Run a function on several gloo ranks of this machine: the harness of every distributed test.
 
-Ranks are forked from a server process that has already imported torch and Megatron, so a run costs a fraction of a
-second instead of the seconds that the imports take.
+Ranks on CPUs are forked from a server process that has already imported torch and Megatron, so a run costs a fraction
+of a second instead of the seconds that the imports take.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ranks:
     """Started ranks, for tests that interfere with them. A context manager: at its end no rank is left."""
 
     def __init__(self, function: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu", **kwargs: Any):
-        context = _context()
+        context = _context(device)
         self._queue: Any = context.Queue()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         where = (str(Path(sys.modules[function.__module__].__file__ or "").resolve()), function.__module__)
@@ -125,7 +125,9 @@ def _end(process: Any, grace: float) -> None:
         process.join()
 
 
-def _context() -> Any:
+def _context(device: str) -> Any:
+    if device == "cuda":  # what the server has imported touches CUDA, which no forked process can use then
+        return multiprocessing.get_context("spawn")
     # The server is started by the first use and inherits this environment.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
