@@ -167,7 +167,8 @@ def report(wanted: dict, curves: dict, band: np.ndarray, crossed: dict[str, tupl
         moved = ["ok" if ok else "no" for ok in crossed.get(name, (False, False))]
         rows.add_row(name, str(len(curves[name])), *shown, *moved, "ok" if good else "FAILED")
     Console(width=140).print(rows)
-    print("band of one ulp at steps 1, 2, 5, 10, last:", *(f"{band[i]:.1e}" for i in (0, 1, 4, 9, len(band) - 1)))
+    steps = sorted({1, 2, 5, 10, 20, len(band)} & set(range(1, len(band) + 1)))
+    print("band of one ulp by step:", ", ".join(f"{step}: {band[step - 1]:.1e}" for step in steps))
     return int(wrong > 0)
 
 

@@ -1,0 +1,32 @@
+"""Kernels to components, and floors by hand."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from megatron_dsv41 import presets
+
+ROOT = Path(__file__).parents[2]
+specification = importlib.util.spec_from_file_location("plot_step", ROOT / "tools" / "plot_step.py")
+assert specification is not None and specification.loader is not None
+plot_step = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(plot_step)
+
+
+def test_every_kernel_counts_once():
+    kernels = {"nvjet_sm90_tss_64": 1.0, "nvjet_sm90_tst_64": 2.0, "attend_forward": 4.0, "something new": 8.0}
+    took = plot_step.components(kernels)
+    assert sum(took.values()) == 15.0 and list(took)[0] == "all else"
+    assert (took["head products"], took["dense linears"], took["sparse attention"]) == (1.0, 2.0, 4.0)
+
+
+def test_floors_by_hand(tmp_path):
+    config = presets.PRESETS["proxy"]()
+    least = plot_step.floors(config, {"ms": 200.0, "tokens/s": 20480.0}, tflops=1000.0, tbps=1.0)
+    head = 6 * config.vocab_size * config.hidden_size * 4096
+    experts = 6 * 3 * config.hidden_size * config.moe_intermediate_size * config.num_experts_per_tok * 4096 * 8
+    assert least["head products"] == pytest.approx(head / 1e12)
+    assert least["routed experts"] == pytest.approx(experts / 1e12)
+    plot_step.draw(tmp_path / "step.png", {"mHC": 2.0, "all else": 1.0}, least, "test")
+    assert (tmp_path / "step.png").stat().st_size > 1000
