@@ -1,7 +1,8 @@
-"""CUDA C++ kernels of this folder, compiled by NVRTC when they are first called: no CUDA toolkit, no build step."""
+"""CUDA C++ kernels, compiled by NVRTC when they are first called: no CUDA toolkit, no build step."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ LARGEST_STATIC_SHARED = 48 * 1024  # bytes that need no opt-in
 
 @functools.cache
 def kernel(file: str, name: str, shared_bytes: int, device: int) -> Any:
-    """The compiled kernel `name` of `file` for one device. Compiling takes seconds."""
+    """The compiled kernel `name` of `file`, a path from this folder, for one device. Compiling takes seconds."""
     major, minor = torch.cuda.get_device_capability(device)
     # wgmma and setmaxnreg exist only in the architecture-specific target.
     target = f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
@@ -36,5 +37,26 @@ def launch(file: str, name: str, blocks: int, threads: int, *args: Tensor | int 
     """Launch on the first argument's device, on its current stream. Floats arrive as double, integers as int."""
     first = args[0]
     assert isinstance(first, Tensor) and first.device.index is not None
+    _enter_context(first.device.index)
     compiled = kernel(file, name, shared_bytes, first.device.index)
     compiled(grid=(blocks, 1, 1), block=(threads, 1, 1), args=list(args), shared_mem=shared_bytes)
+
+
+def _enter_context(device: int) -> None:
+    """Gives this thread the device's context. The driver's calls need one, and a thread, such as autograd's, has none
+    until its first call of the runtime, which a tensor from torch's own pool of memory is not."""
+    context = ctypes.c_void_p()
+    _check(_driver().cuCtxGetCurrent(ctypes.byref(context)))
+    if not context.value:
+        _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        _check(_driver().cuCtxSetCurrent(context))
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(result: int) -> None:
+    if result:
+        raise RuntimeError(f"CUDA driver error {result}")
