@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_dsv41.ops.registry import load
+from megatron_dsv41.ops.registry import load, providers
 from megatron_dsv41.ops.rope.ref import cos_sin, plain_frequencies
 from megatron_dsv41.testing.bench import backward_call, device_ms, table
 
@@ -47,11 +47,14 @@ def positive(*shape: int) -> Tensor:
 
 
 def site(tokens: int) -> Iterator[Case]:
-    """mHC: residual update, coefficients and the next input of one sublayer."""
+    """mHC: update, coefficients and the next input of one sublayer; then of a layer's first, without update."""
     one = tokens * DIM * 2e-9
     operands = [random(tokens, DIM), random(tokens, STREAMS, DIM), positive(tokens, 4), positive(tokens, 4, 4)]
     operands += [positive(tokens, 4), random(24, 4 * DIM, dtype=torch.float32), positive(24), positive(3)]
     yield Case("mHC site", "mhc.site", lambda f: f(*operands, *CONSTANTS), operands, 10 * one, 15 * one)
+    _, streams, _, _, *rest = operands
+    first = lambda f: f(None, streams, None, None, *rest, *CONSTANTS)  # noqa: E731
+    yield Case("mHC first site", "mhc.site", first, [streams, *rest], 5 * one, 13 * one)
 
 
 def gate(tokens: int) -> Iterator[Case]:
@@ -98,9 +101,9 @@ def quant(tokens: int) -> Iterator[Case]:
 CASES = {"site": site, "gate": gate, "rope": rope, "norm": norm, "swiglu": swiglu, "quant": quant}
 
 
-def lines(case: Case, tokens: int, providers: list[str]) -> Iterator[list[object]]:
-    """Table rows of one case."""
-    for provider in providers:
+def lines(case: Case, tokens: int, names: list[str]) -> Iterator[list[object]]:
+    """Table rows of one case, of those providers that it has."""
+    for provider in [name for name in names if name in providers(case.op)]:
         function = load(case.op, provider)
         with torch.no_grad():
             timings = [("forward", case.forward_gb, device_ms(lambda: case.forward(function)))]  # noqa: B023
@@ -123,12 +126,13 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench_fused: there is no CUDA device to time", file=sys.stderr)
         return 1
-    providers = ["triton", "ref"] if args.ref else ["triton"]
+    names = ["hopper", "triton"] if torch.cuda.get_device_capability() == (9, 0) else ["triton"]
+    names += ["ref"] * args.ref
     rows = []
     for tokens in args.tokens:
         for op in args.ops:
             for case in CASES[op](tokens):
-                rows += lines(case, tokens, providers)
+                rows += lines(case, tokens, names)
     print(table(["op", "direction", "provider", "tokens", "ms", "floor ms", "of floor"], rows))
     return 0
 

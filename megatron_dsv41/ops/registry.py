@@ -38,6 +38,7 @@ PROVIDERS: dict[str, dict[str, str]] = {
     "mhc.site": {
         "ref": "megatron_dsv41.ops.mhc.ref:site",
         "triton": "megatron_dsv41.ops.mhc.triton_site:site",
+        "hopper": "megatron_dsv41.ops.mhc.hopper_site:site",
     },
     "engram.gate": {
         "ref": "megatron_dsv41.ops.engram.ref:gate",

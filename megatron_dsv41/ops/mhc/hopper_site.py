@@ -1,0 +1,220 @@
+"""Single-pass mHC in CUDA for Hopper: provider "hopper" of mhc.site.
+
+hopper_site.cu is compiled when a kernel is first called, in half a second each. Four bf16 streams of a width that is a
+multiple of 32; what it does not take is left to the providers "triton" and "ref", by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_dsv41.ops.csa2.cuda_kernels import launch
+
+FILE = str(Path(__file__).with_suffix(".cu"))
+THREADS, WARPS, ROWS, BLOCK, WIDTH = 256, 8, 16, 32, 32
+NUM_STREAMS = 4
+SUM_THREADS = 384
+FORWARD_STAGES, BACKWARD_STAGES, FN_STAGES = 3, 2, 4
+# Blocks of 32 channels that a CTA owns: 128 channels are whole lines of the cache. More of them leave fewer partial
+# sums, but their slice of fn must fit. Chosen on one H200 at 4096 tokens of width 5120 (docs/benchmarks.md).
+CHUNK_BLOCKS = 4
+FORWARD_RING, FORWARD_FN = WARPS * FORWARD_STAGES * 5 * 1024, 4 * 3 * 3 * 512  # bytes, and bytes per block
+BACKWARD_RING, BACKWARD_FN = WARPS * BACKWARD_STAGES * 10 * 1024, 4 * 6 * 512
+FN_COLUMNS = WARPS * 64  # columns of fn that a CTA of its gradient has
+FN_RING = WARPS * FN_STAGES * 4 * 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one call does, and the constants of its coefficients."""
+
+    update: bool
+    iters: int
+    eps: float
+    rms_eps: float
+
+    def name(self, kernel: str) -> str:
+        """The kernel's instance for this plan."""
+        return f"{kernel}<{str(self.update).lower()}>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Chunks of channels, and CTAs: each chunk's tokens are shared by as many as the device runs at once."""
+
+    chunks: int
+    ctas: int
+
+    @classmethod
+    def over(cls, streams: Tensor) -> Grid:
+        """Grid of one call."""
+        tokens, _, dim = streams.shape
+        chunks = _ceil(dim // BLOCK, CHUNK_BLOCKS)
+        shares = max(1, min(_multiprocessors(streams.device.index) // chunks, _ceil(tokens, ROWS * WARPS)))
+        return cls(chunks, chunks * shares)
+
+
+class _Site(torch.autograd.Function):
+    """All operands flat over tokens and contiguous; y, post, comb None without an update. Saves inputs and sums, and
+    the new streams, which the next site saves too."""
+
+    @staticmethod
+    def forward(ctx, y, streams, post, comb, pre, fn, base, scale, plan):
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        tokens, _, dim = streams.shape
+        grid = Grid.over(streams)
+        # Streams that stay as they are come back all the same: their gradient is then added by the backward kernel.
+        new = torch.empty_like(streams) if plan.update else streams
+        site_input = streams.new_empty(tokens, dim)
+        partial = _wide(streams, tokens, grid.chunks, WIDTH)
+        launch(
+            FILE, plan.name("site_forward"), grid.ctas, THREADS, *_or(streams, y), streams, *_or(streams, post, comb),
+            pre, fn, new, site_input, partial, tokens, dim, CHUNK_BLOCKS, grid.chunks,
+            shared_bytes=FORWARD_RING + CHUNK_BLOCKS * FORWARD_FN,
+        )  # fmt: skip
+        sums = _wide(streams, tokens, WIDTH)
+        mix = [_wide(streams, tokens, *shape) for shape in ((4,), (4,), (4, 4))]
+        launch(
+            FILE, "predict_forward<8>", _ceil(tokens, 16), THREADS, partial, base, scale, sums, *mix,
+            tokens, grid.chunks, NUM_STREAMS * dim, plan.iters, plan.eps, plan.rms_eps,
+        )  # fmt: skip
+        ctx.save_for_backward(y, streams, post, comb, pre, fn, base, scale, sums, new)
+        return new, site_input, *mix
+
+    @staticmethod
+    def backward(ctx, *grads):
+        y, streams, post, comb, pre, fn, base, scale, sums, new = ctx.saved_tensors
+        grad_new, grad_input, *grad_mix = (None if g is None else g.contiguous() for g in grads)
+        plan, (tokens, _, dim) = ctx.plan, streams.shape
+        grid, tiles = Grid.over(streams), _ceil(tokens, ROWS)
+        project = any(g is not None for g in grad_mix)
+        param = partial_fn = grad_fn = grad_base = grad_scale = None
+        weight, shares = torch.zeros_like(sums) if not project else None, 0
+        if project:
+            weight, operand, param = _weights(plan, sums, base, scale, grad_mix, dim)
+            partial_fn, shares = _fn_gradient(new, operand)
+            grad_fn = torch.empty_like(fn) if shares > 1 else partial_fn[0]
+            grad_base, grad_scale = torch.empty_like(base), torch.empty_like(scale)
+        grad_x, grad_y = torch.empty_like(streams), torch.empty_like(y) if plan.update else None
+        partial_mix = _wide(streams, tokens, grid.chunks, 24)
+        launch(
+            FILE, plan.name("site_backward"), grid.ctas, THREADS, *_or(streams, y), streams,
+            *_or(streams, grad_new, grad_input, post, comb), pre, *_or(streams, weight), fn,
+            *_or(streams, grad_y), grad_x, partial_mix,
+            tokens, dim, CHUNK_BLOCKS, grid.chunks, int(grad_new is not None), int(grad_input is not None),
+            shared_bytes=BACKWARD_RING + CHUNK_BLOCKS * BACKWARD_FN,
+        )  # fmt: skip
+        grad_pre, grad_post, grad_comb = (_wide(streams, tokens, *shape) for shape in ((4,), (4,), (4, 4)))
+        mix_ctas = _ceil(24 * tokens, SUM_THREADS)
+        fn_ctas = _ceil(6 * NUM_STREAMS * dim, SUM_THREADS) if shares > 1 else 0
+        launch(
+            FILE, f"sum_gradients<{SUM_THREADS}>", mix_ctas + fn_ctas + project, SUM_THREADS, partial_mix,
+            *_or(partial_mix, partial_fn, param), grad_pre, grad_post, grad_comb,
+            *_or(partial_mix, grad_fn, grad_base, grad_scale),
+            tokens, grid.chunks, NUM_STREAMS * dim, shares, tiles, mix_ctas, fn_ctas,
+        )  # fmt: skip
+        if not plan.update:
+            grad_post = grad_comb = None
+        return grad_y, grad_x, grad_post, grad_comb, grad_pre, grad_fn, grad_base, grad_scale, None
+
+
+def _weights(plan: Plan, sums: Tensor, base: Tensor, scale: Tensor, grads: list[Tensor | None], dim: int):
+    """Coefficient gradients -> per-token weights of fn's rows [T, WIDTH], again as an operand, and partials of base and
+    scale [tiles, 48]."""
+    tokens, tiles = len(sums), _ceil(len(sums), ROWS)
+    weight, param = torch.empty_like(sums), sums.new_empty(tiles, 48)
+    operand = torch.empty(tiles, 24, 2 * ROWS, dtype=torch.bfloat16, device=sums.device)
+    has = sum((g is not None) << i for i, g in enumerate(grads))
+    launch(
+        FILE, f"predict_backward<{ROWS}>", tiles, ROWS * 16, sums, base, scale, *_or(sums, *grads),
+        weight, operand, param, tokens, NUM_STREAMS * dim, plan.iters, has, plan.eps, plan.rms_eps,
+        shared_bytes=4 * (48 * ROWS + (2 * plan.iters - 1) * 16 * ROWS),
+    )  # fmt: skip
+    return weight, operand, param
+
+
+def _fn_gradient(new: Tensor, operand: Tensor) -> tuple[Tensor, int]:
+    """Partial gradients of fn [shares, 24, n * d], and how many."""
+    tokens, columns = len(new), new[0].numel()
+    chunks = _ceil(columns, FN_COLUMNS)
+    shares = max(1, min(2 * _multiprocessors(new.device.index) // chunks, _ceil(tokens, ROWS)))
+    partial = _wide(new, shares, 24, columns)
+    launch(
+        FILE, f"fn_gradient<{FN_STAGES}>", chunks * shares, THREADS, new, operand, partial, tokens, columns, chunks,
+        shared_bytes=FN_RING,
+    )  # fmt: skip
+    return partial, shares
+
+
+def _wide(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.float32, device=like.device)
+
+
+def _or(instead: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    """A kernel takes pointers: those that it does not use may point anywhere."""
+    return [instead if tensor is None else tensor for tensor in tensors]
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check(bf16: tuple[Tensor | None, ...], fp32: tuple[Tensor | None, ...], streams: Tensor) -> None:
+    for dtype, tensors in ((torch.bfloat16, bf16), (torch.float32, fp32)):
+        for tensor in tensors:
+            if tensor is not None and (not tensor.is_cuda or tensor.dtype != dtype):
+                raise ValueError(
+                    "mhc.site: provider 'hopper' takes bfloat16 streams and float32 coefficients on a CUDA device, got "
+                    f"{tensor.dtype} on {tensor.device}; choose 'triton' or 'ref'"
+                )
+    n, d = streams.shape[-2:]
+    if n != NUM_STREAMS or d % BLOCK or streams.numel() == 0:
+        raise ValueError(
+            f"mhc.site: provider 'hopper' takes at least one token of 4 streams of a width that is a multiple of "
+            f"{BLOCK}, got {list(streams.shape)}; choose 'ref'"
+        )
+    if torch.cuda.get_device_capability(streams.device) != (9, 0):
+        raise ValueError(
+            "mhc.site: provider 'hopper' needs compute capability 9.0, "
+            f"{torch.cuda.get_device_name(streams.device)} has {torch.cuda.get_device_capability(streams.device)}"
+        )
+
+
+def site(
+    y: Tensor | None,
+    streams: Tensor,
+    post: Tensor | None,
+    comb: Tensor | None,
+    pre: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    iters: int,
+    eps: float,
+    rms_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One site in one pass. Semantics, shapes and dtypes of `mhc.ref.site`.
+
+    ValueError: dtypes, devices or sizes that the kernels do not take.
+    """
+    _check((y, streams), (post, comb, pre, fn, base, scale), streams)
+    lead = streams.shape[:-2]
+    flat = (
+        None if x is None else x.reshape(-1, *x.shape[x.dim() - own :]).contiguous()
+        for x, own in ((y, 1), (streams, 2), (post, 1), (comb, 2), (pre, 1))
+    )
+    params = (p.contiguous() for p in (fn, base, scale))
+    outputs = _Site.apply(*flat, *params, Plan(y is not None, iters, eps, rms_eps))
+    new, site_input, *mix = (out.reshape(*lead, *out.shape[1:]) for out in outputs)
+    return new, site_input, *mix
