@@ -6,6 +6,8 @@ BIN := .venv/bin
 SHELL := /bin/bash
 # Two processes, file by file: the distributed tests spend much of their time waiting for processes of their own.
 JOBS ?= 2
+# Most of the GPU tests' time is compilation: 8 processes on 16 cores take 51 s for tests/ops.
+GPU_JOBS ?= 8
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(JOBS) --dist loadfile
 
 help:  ## this list
@@ -24,7 +26,7 @@ test-slow: setup  ## the tests that take minutes each: a ladder killed twice, co
 	@$(PYTEST) -m "slow and not gpu" $(ARGS)
 
 test-gpu: setup  ## the tests that need a GPU
-	@$(PY) -m pytest -m gpu $(ARGS)
+	@$(PY) -m pytest -n $(GPU_JOBS) -m gpu $(ARGS)
 
 lint: setup  ## ruff, pyright, import contracts
 	@$(BIN)/ruff check .

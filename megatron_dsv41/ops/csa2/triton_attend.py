@@ -21,6 +21,7 @@ from megatron_dsv41.ops.csa2.attend import Problem, attend
 from megatron_dsv41.ops.csa2.checks import check_attend
 
 LOG2E = 1.4426950408889634
+COMPILED_TOPK = 1024  # up to here, the number of slots does not compile the kernels anew
 TOKENS_AT_ONCE = 4096  # query tokens whose P and dS exist at once: 0.67 GB at 640 slots and 64 heads
 PARTIALS_AT_ONCE = 1 << 20  # partial rows that exist at once in deterministic mode: 1.1 GB at 512 channels
 
@@ -32,7 +33,7 @@ def block_heads(problem: Problem) -> int:
 
 def constants(problem: Problem) -> dict[str, Any]:
     """Compile-time arguments that most kernels share."""
-    max_topk = triton.next_power_of_2(max(problem.num_topk, 1))
+    max_topk = max(triton.next_power_of_2(problem.num_topk), COMPILED_TOPK)
     return {"WINDOW": problem.window, "MAX_TOPK": max_topk, "D": problem.dim, "BLOCK_H": block_heads(problem)}
 
 

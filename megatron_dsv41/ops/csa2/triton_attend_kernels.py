@@ -40,7 +40,7 @@ def load_keys(window_ptr, compressed_ptr, row, in_window, used, D: tl.constexpr)
     return tl.load(base[:, None] + tl.arange(0, D)[None, :], mask=used[:, None], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "num_topk", "window_offset"])
 def attend_forward(
     q_ptr, window_ptr, compressed_ptr, topk_ptr, sink_ptr, start_ptr, out_ptr, lse_ptr,
     num_heads, num_topk, window_offset, scale_log2,
@@ -80,7 +80,7 @@ def attend_forward(
     tl.store(lse_ptr + token * num_heads + head, lse, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "num_topk"])
 def attend_teacher(
     q_ptr, compressed_ptr, topk_ptr, lse_ptr, teacher_ptr,
     num_heads, num_topk, scale_log2,
@@ -105,7 +105,7 @@ def attend_teacher(
         tl.store(teacher_ptr + token * num_topk + place, share, mask=place < num_topk)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "num_topk", "window_offset", "begin_token"])
 def attend_backward_query(
     q_ptr, window_ptr, compressed_ptr, topk_ptr, start_ptr, out_ptr, lse_ptr, grad_out_ptr,
     grad_q_ptr, delta_ptr, p_ptr, ds_ptr,
@@ -152,7 +152,7 @@ def attend_backward_query(
     tl.store(grad_q_ptr + head_row + dim[None, :], acc.to(grad_q_ptr.dtype.element_ty), mask=real[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "num_topk", "begin_token"])
 def attend_backward_entries(
     q_ptr, grad_out_ptr, topk_ptr, p_ptr, ds_ptr, target_ptr,
     begin_token, num_heads, num_topk,
@@ -186,7 +186,11 @@ def attend_backward_entries(
             tl.store(to, grad.to(target_ptr.dtype.element_ty), mask=(place < num_used)[:, None])
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "num_heads", "num_topk", "window_offset", "begin_token", "end_token", "first_row", "num_rows"
+    ]
+)  # fmt: skip
 def attend_backward_window(
     q_ptr, grad_out_ptr, p_ptr, ds_ptr, grad_window_ptr,
     begin_token, end_token, first_row, num_rows, num_heads, num_topk, window_offset,
