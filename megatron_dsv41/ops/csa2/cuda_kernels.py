@@ -11,21 +11,25 @@ import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
+FOLDER = Path(__file__).parent
 LARGEST_STATIC_SHARED = 48 * 1024  # bytes that need no opt-in
 
 
 @functools.cache
 def kernel(file: str, name: str, shared_bytes: int, device: int) -> Any:
-    """The compiled kernel `name` of `file`, a path from this folder, for one device. Compiling takes seconds."""
+    """The compiled kernel `name`, a template with its arguments, of `file`, a path from this folder, for one device.
+
+    Compiling takes seconds.
+    """
     major, minor = torch.cuda.get_device_capability(device)
     # wgmma and setmaxnreg exist only in the architecture-specific target.
     target = f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
-    source = (Path(__file__).parent / file).read_text()
-    # torch puts a toolkit's headers on the path and fails where there is no toolkit. The sources include no header.
+    source = (FOLDER / file).read_text()
+    # torch puts a toolkit's headers on the path and fails where there is no toolkit. The sources include none of them.
     home, cpp_extension.CUDA_HOME = cpp_extension.CUDA_HOME, cpp_extension.CUDA_HOME or "/"
     try:
         with torch.cuda.device(device):
-            compiled = torch.cuda._compile_kernel(source, name, compute_capability=target)
+            compiled = torch.cuda._compile_kernel(source, name, target, cuda_include_dirs=[str(FOLDER)])
             if shared_bytes > LARGEST_STATIC_SHARED:
                 compiled.set_shared_memory_config(shared_bytes)
     finally:

@@ -1,6 +1,7 @@
 """Joint sparse attention in CUDA for Hopper: provider "hopper" of csa2.sparse_attend.
 
-hopper_attend.cu is compiled at the first call, in about 5 s. Deterministic gradients are left to the Triton kernels.
+The kernels are compiled at the first call, in a few seconds each. All but one keep a CTA on every multiprocessor, which
+takes one token after the other.
 """
 
 from __future__ import annotations
@@ -13,24 +14,41 @@ from megatron_dsv41.ops.csa2.attend import Problem, attend
 from megatron_dsv41.ops.csa2.checks import check_attend
 from megatron_dsv41.ops.csa2.cuda_kernels import launch
 
-FILE = "hopper_attend.cu"
 THREADS, FORWARD_THREADS = 256, 384
-MAX_SLOTS = 1024
-TILE_BYTES = 64 * 512 * 2
-SLOT_BYTES = (MAX_SLOTS + 64) * 4
-# As the kernels lay it out: keys (x3), P (x2), a part of q, rescaling; q, grad_out, keys, P (x2), dS, row statistics.
-FORWARD_BYTES = 3 * TILE_BYTES + 3 * 64 * 128 + (3 * 64 + 8) * 4 + 7 * 8 + 14 * 4 + SLOT_BYTES
-BACKWARD_BYTES = 3 * TILE_BYTES + 3 * 64 * 128 + 2 * 64 * 4 + 64 + SLOT_BYTES
+TILE_BYTES, BLOCK_BYTES = 64 * 512 * 2, 64 * 64 * 2
+# As the kernels lay it out: keys (x3), P (x2), a part of q, slot rows (x3), rescaling, flags, barriers; and
+# q, grad_out, keys, P (x2), dS, slot rows (x4), row statistics, a number.
+FORWARD_BYTES = 3 * TILE_BYTES + 3 * BLOCK_BYTES + (3 + 2 + 2) * 64 * 4 + (8 + 4) * 4 + 7 * 8
+BACKWARD_BYTES = 3 * TILE_BYTES + 3 * BLOCK_BYTES + (4 + 3) * 64 * 4 + 4
+# The kernel with a CTA per token keeps all slots of a token: it is the faster one with many heads.
+FEW_HEADS, TOKEN_SLOTS = 32, 1024
+TOKEN_BYTES = 3 * TILE_BYTES + 3 * BLOCK_BYTES + 2 * 64 * 4 + 64 + (TOKEN_SLOTS + 64) * 4
+TOKENS_AT_ONCE = 4096  # query tokens whose partial rows exist at once in deterministic mode: 2.7 GB at 640 slots
 
 
-def latent_table(window_kv: Tensor, keys: Tensor, sums: Tensor | None = None) -> Tensor:
-    """Rows of both latents in the kernels' channel order, bf16 [J + C, 512]; `sums` fp32 of that shape is zeroed."""
+def prepare(
+    problem: Problem, window_kv: Tensor, keys: Tensor, topk: Tensor, start: Tensor, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows of both latents in the kernels' channel order, bf16 [J + C, 512], and every token's slot blocks, int32 [T].
+
+    `sums`, fp32 of the table's shape, is zeroed.
+    """
     rows = len(window_kv) + len(keys)
     table = window_kv.new_empty(rows, window_kv.shape[1])
-    blocks = -(-rows * window_kv.shape[1] // (16 * THREADS))
+    blocks = topk.new_empty(problem.num_tokens)
+    pack = -(-rows * window_kv.shape[1] // (16 * THREADS))
+    count = -(-problem.num_tokens // (THREADS // 32))
     target, clear = (table, 0) if sums is None else (sums, 1)
-    launch(FILE, "pack_rows", blocks, THREADS, window_kv, keys, table, target, len(window_kv), rows, clear)
-    return table
+    launch(
+        "hopper_tables.cu", "prepare", pack + count, THREADS, window_kv, keys, table, target, topk, start, blocks, pack,
+        len(window_kv), rows, clear, problem.num_tokens, problem.window, problem.num_topk, problem.window_offset,
+    )  # fmt: skip
+    return table, blocks
+
+
+def grid(num_tokens: int, device: torch.device) -> int:
+    """One CTA per multiprocessor, no more than there are tokens."""
+    return min(num_tokens, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def forward(
@@ -39,9 +57,10 @@ def forward(
     """Output [T, H, D] and the log of the denominator, fp32 [T, H]."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     if problem.num_tokens:
+        table, blocks = prepare(problem, window_kv, keys, topk, start)
         launch(
-            FILE, "attend_forward", problem.num_tokens, FORWARD_THREADS, q, latent_table(window_kv, keys), topk, sink,
-            start, out, lse, problem.num_tokens, problem.num_heads, problem.window, problem.num_topk,
+            "hopper_forward.cu", "attend_forward", grid(problem.num_tokens, q.device), FORWARD_THREADS, q, table, topk,
+            sink, start, blocks, out, lse, problem.num_tokens, problem.num_heads, problem.window, problem.num_topk,
             problem.window_offset, len(window_kv), problem.scale, shared_bytes=FORWARD_BYTES,
         )  # fmt: skip
     return out, lse
@@ -52,18 +71,47 @@ def backward(
     lse: Tensor, grad_out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """grad_q, the latents' gradients in fp32, and delta."""
-    if problem.deterministic:
-        return triton_attend.backward(problem, q, window_kv, keys, topk, start, out, lse, grad_out)
     grad_q, delta = torch.empty_like(q), torch.empty_like(lse)
-    grad_table = q.new_empty(len(window_kv) + len(keys), problem.dim, dtype=torch.float32)
-    table = latent_table(window_kv, keys, grad_table)
-    if problem.num_tokens:
+    sums = q.new_empty(len(window_kv) + len(keys), problem.dim, dtype=torch.float32)
+    if not problem.num_tokens:
+        return grad_q, sums[: len(window_kv)].zero_(), sums[len(window_kv) :].zero_(), delta
+    table, blocks = prepare(problem, window_kv, keys, topk, start, sums)
+    slots = problem.window + problem.num_topk
+    if not problem.deterministic and problem.num_heads > FEW_HEADS and slots <= TOKEN_SLOTS:
         launch(
-            FILE, "attend_backward", problem.num_tokens, THREADS, q, out, grad_out, table, topk, lse, start,
-            grad_q, grad_table, delta, problem.num_tokens, problem.num_heads, problem.window, problem.num_topk,
-            problem.window_offset, len(window_kv), problem.scale, shared_bytes=BACKWARD_BYTES,
+            "hopper_backward_token.cu", "attend_backward_token", problem.num_tokens, THREADS, q, out, grad_out, table,
+            topk, lse, start, grad_q, sums, delta, problem.num_tokens, problem.num_heads, problem.window,
+            problem.num_topk, problem.window_offset, len(window_kv), problem.scale, shared_bytes=TOKEN_BYTES,
         )  # fmt: skip
-    return grad_q, grad_table[: len(window_kv)], grad_table[len(window_kv) :], delta
+        return grad_q, sums[: len(window_kv)], sums[len(window_kv) :], delta
+    step = TOKENS_AT_ONCE if problem.deterministic else problem.num_tokens
+    partial = sums  # never touched unless deterministic
+    if problem.deterministic:
+        partial = q.new_empty(min(step, problem.num_tokens) * slots, problem.dim)
+    name = f"attend_backward<{str(problem.deterministic).lower()}, {-(-problem.num_heads // 16)}>"
+    for begin in range(0, problem.num_tokens, step):
+        some = slice(begin, min(begin + step, problem.num_tokens))
+        tokens, offset = some.stop - begin, problem.window_offset + begin
+        launch(
+            "hopper_backward.cu", name, grid(tokens, q.device), THREADS, q[some], out[some], grad_out[some], table,
+            topk[some], lse[some], start[some], blocks[some], grad_q[some], sums, partial, delta[some], tokens,
+            problem.num_heads, problem.window, problem.num_topk, offset, len(window_kv), problem.scale,
+            shared_bytes=BACKWARD_BYTES,
+        )  # fmt: skip
+        if problem.deterministic:
+            order, ends = entry_order(topk[some], len(keys))
+            launch(
+                "hopper_tables.cu", "sum_rows", len(sums), THREADS, partial, order, ends, start[some], sums,
+                len(window_kv), tokens, problem.window, problem.num_topk, offset,
+            )  # fmt: skip
+    return grad_q, sums[: len(window_kv)], sums[len(window_kv) :], delta
+
+
+def entry_order(topk: Tensor, num_entries: int) -> tuple[Tensor, Tensor]:
+    """Flat positions in topk by entry, then by token, int64; and where each entry's begin, int64 [C + 1]."""
+    small = torch.int16 if num_entries <= torch.iinfo(torch.int16).max else torch.int32  # half the sort's passes
+    chosen, order = topk.reshape(-1).to(small).sort(stable=True)
+    return order, torch.searchsorted(chosen, torch.arange(num_entries + 1, dtype=small, device=topk.device))
 
 
 def sparse_attend(
@@ -80,14 +128,11 @@ def sparse_attend(
     teacher: bool = False,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`ref.sparse_attend` on Hopper: 512 channels, up to 64 heads (always padded to 64), up to 1024 slots.
+    """`ref.sparse_attend` on Hopper: 512 channels, up to 64 heads (always padded to 64).
 
     ValueError: dtypes, devices or sizes that the kernels do not take. See triton_attend for `deterministic`.
     """
     check_attend("hopper", q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H, window_start_T, (512,))
-    slots = window + (0 if topk_TK is None else topk_TK.shape[1])
-    if slots > MAX_SLOTS:
-        raise ValueError(f"csa2.sparse_attend: provider 'hopper' takes {MAX_SLOTS} slots, got window + topk = {slots}")
     if torch.cuda.get_device_capability(q_THD.device) != (9, 0):
         raise ValueError(
             "csa2.sparse_attend: provider 'hopper' needs compute capability 9.0, "

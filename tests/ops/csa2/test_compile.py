@@ -1,6 +1,7 @@
 """The kernels compile for SM90 without a GPU, in the configurations of the released model."""
 
 import importlib.util
+import struct
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ POINTERS = {
     "u8": ["wanted"],
 }
 TYPES = {f"{name}_ptr": f"*{dtype}" for dtype, names in POINTERS.items() for name in names}
-SHAPE = dict(WINDOW=128, MAX_TOPK=512, D=512, BLOCK_H=64)
+SHAPE = dict(WINDOW=128, MAX_TOPK=1024, D=512, BLOCK_H=64)
 BAND = dict(WINDOW=128, D=512, BLOCK_H=64, BLOCK_J=128, CHUNK_D=128)
 SCORE = dict(HEADS=32, D=128, BLOCK_T=64, BLOCK_C=128, BLOCK_SIZE=0, PACKED=True)
 TRITON = [
@@ -29,7 +30,16 @@ TRITON = [
     ("attend", "attend_backward_window", BAND, 8, 3),
     ("select", "score_entries", SCORE, 4, 2),
 ]
-CUDA = [("hopper_attend.cu", "attend_backward"), ("largest.cu", "largest")]  # each compiles its whole file
+STEPS = [f"attend_backward<{ordered}, {steps}>" for ordered in ("false", "true") for steps in (1, 4)]
+CUDA = [
+    ("largest.cu", "largest"),
+    ("hopper_tables.cu", "prepare"),
+    ("hopper_tables.cu", "sum_rows"),
+    ("hopper_forward.cu", "attend_forward"),
+    *(("hopper_backward.cu", name) for name in STEPS),
+    ("hopper_backward_token.cu", "attend_backward_token"),
+]
+SPILLS = {"attend_backward_token": 24}  # bytes of stack; 0 elsewhere
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -62,9 +72,31 @@ def test_triton_kernel_compiles(family, name, constants, warps, stages, monkeypa
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch, for its NVRTC")
 @pytest.mark.parametrize(("file", "name"), CUDA, ids=[name for _, name in CUDA])
-def test_cuda_kernel_compiles(file, name, monkeypatch):
+def test_cuda_kernel_compiles_and_hardly_spills(file, name, monkeypatch):
     from torch.cuda._utils import _nvrtc_compile
 
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "/")
-    binary, _ = _nvrtc_compile((FOLDER / file).read_text(), name, "90a")
-    assert len(binary) > 1000
+    binary, symbol = _nvrtc_compile((FOLDER / file).read_text(), name, "90a", cuda_include_dirs=[str(FOLDER)])
+    assert frame_bytes(binary)[symbol] <= SPILLS.get(name, 0)
+
+
+def frame_bytes(binary: bytes) -> dict[str, int]:
+    """Stack frame of every kernel of a cubin (64-bit ELF): what does not fit its registers."""
+    (table,) = struct.unpack_from("<Q", binary, 0x28)
+    size, count, names_at = struct.unpack_from("<HHH", binary, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", binary, table + i * size) for i in range(count)]
+    text = lambda at, of: binary[sections[of][4] + at :].split(b"\0", 1)[0].decode()  # noqa: E731
+    symbols = next(section for section in sections if section[1] == 2)  # SHT_SYMTAB
+    name = lambda index: text(struct.unpack_from("<I", binary, symbols[4] + 24 * index)[0], symbols[6])  # noqa: E731
+    frames = {}
+    for section in sections:
+        if text(section[0], names_at) != ".nv.info":
+            continue
+        at, end = section[4], section[4] + section[5]
+        while at < end:  # attributes: format, code, then a 2-byte value or, format 4, that many bytes
+            form, code, value = struct.unpack_from("<BBH", binary, at)
+            if form == 4 and code == 0x11:  # EIATTR_FRAME_SIZE: symbol, bytes
+                symbol, frame = struct.unpack_from("<II", binary, at + 4)
+                frames[name(symbol)] = frame
+            at += 4 + (value if form == 4 else 0)
+    return frames

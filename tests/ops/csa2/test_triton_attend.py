@@ -166,15 +166,22 @@ def test_a_wide_latent_gets_a_wide_gradient(provider):
     assert inputs["compressed_kv_CD"].grad.dtype == torch.float32
 
 
-def test_deterministic_gradients_repeat_bitwise():
+@pytest.mark.parametrize("provider", [provider for provider in PROVIDERS if provider != "flash_mla"])
+def test_deterministic_gradients_repeat_bitwise(provider):
     inputs = case(13 if INTERPRETED else 500, **(SMALL if INTERPRETED else RELEASED))
     grad_out = torch.randn(inputs["q_THD"].shape, generator=torch.Generator().manual_seed(7)).to(DEVICE).bfloat16()
-    function = registry.load("csa2.sparse_attend", "triton")
-    compare("triton", inputs, deterministic=True)
+    function = registry.load("csa2.sparse_attend", provider)
+    compare(provider, inputs, deterministic=True)
     first = run(function, inputs, grad_out, deterministic=True)
     for _ in range(2 if INTERPRETED else 20):
         again = run(function, inputs, grad_out, deterministic=True)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.skipif("hopper" not in PROVIDERS, reason="needs SM90")
+def test_deterministic_gradients_of_several_launches(monkeypatch):
+    monkeypatch.setattr("megatron_dsv41.ops.csa2.hopper_attend.TOKENS_AT_ONCE", 128)
+    compare("hopper", case(300, **dict(RELEASED, topk=96), documents=2, offset=127), deterministic=True)
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
