@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_dsv41.ops.csa2 import triton_attend, triton_select
+from megatron_dsv41.ops.csa2 import triton_attend, triton_divergence, triton_select
 from megatron_dsv41.ops.csa2.attend import Problem
 from megatron_dsv41.ops.documents import documents_from_lengths
-from megatron_dsv41.testing.bench import device_ms, table
+from megatron_dsv41.testing.bench import backward_call, device_ms, table
 
 TFLOPS, GATHER_TBPS, REDUCE_TBPS = 700.0, 8.2, 3.75
+OPS = ["attend", "select", "divergence"]
 DIM, WINDOW, TOPK, INDEX_HEADS, INDEX_DIM = 512, 128, 512, 32, 128
 
 
@@ -107,6 +108,8 @@ def attend_lines(tokens: int, heads: int, clustered: bool) -> Iterator[Line]:
 
         yield Line("attend fwd", "hopper", shape, forward, lambda: hopper_attend.forward(problem, *inputs))
         yield Line("attend bwd", "hopper", shape, backward, lambda: hopper_attend.backward(problem, *saved))
+        ordered_backward = lambda: hopper_attend.backward(ordered, *saved)  # noqa: E731
+        yield Line("attend bwd", "hopper, deterministic", shape, backward, ordered_backward)
     yield Line("attend bwd", "triton", shape, backward, lambda: triton_attend.backward(problem, *saved))
     yield Line("attend bwd", "triton, deterministic", shape, backward, lambda: triton_attend.backward(ordered, *saved))
     teacher = lambda: triton_attend.teacher_probabilities(problem, q, keys, topk, lse)  # noqa: E731
@@ -143,6 +146,25 @@ def select_lines(tokens: int) -> Iterator[Line]:
     yield Line("top-512", "torch.topk", part, Work(0, 4e-12 * pairs_part), lambda: scores.topk(TOPK, dim=1))
 
 
+def divergence_lines(tokens: int) -> Iterator[Line]:
+    """The indexer's loss of one layer of ratio 1 over Top-512 of `tokens` entries, forward and backward."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, device="cuda").bfloat16()  # noqa: E731
+    q, weights, keys = draw(tokens, INDEX_HEADS, INDEX_DIM), draw(tokens, INDEX_HEADS) / 64, draw(tokens, INDEX_DIM)
+    leaves = [x.requires_grad_() for x in (q, weights, keys)]
+    slots = random_topk(tokens, False, generator)
+    teacher = torch.rand(tokens, TOPK, generator=generator, device="cuda")
+    loss = lambda: triton_divergence.index_divergence(q, weights, keys, slots, teacher)  # noqa: E731
+    used = int((slots >= 0).sum())
+    flop, gather = 2e-12 * used * INDEX_HEADS * INDEX_DIM, 1e-12 * used * INDEX_DIM * 2
+    shape = f"T={tokens} ratio 1"
+    yield Line("divergence fwd", "triton", shape, Work(flop, gather), lambda: loss().detach())
+    yield Line(
+        "divergence bwd", "triton", shape, Work(3 * flop, gather, 1e-12 * used * INDEX_DIM * 4),
+        backward_call(lambda: [loss()], leaves),
+    )  # fmt: skip
+
+
 def measure(line: Line) -> dict[str, Any]:
     """One line's numbers."""
     torch.cuda.synchronize()
@@ -175,6 +197,8 @@ def lines(args: argparse.Namespace) -> Iterator[Line]:
                 yield from attend_lines(tokens, args.heads, clustered)
         if "select" in args.ops:
             yield from select_lines(tokens)
+        if "divergence" in args.ops:
+            yield from divergence_lines(tokens)
 
 
 def main() -> int:
@@ -182,7 +206,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
     parser.add_argument("--heads", type=int, default=64)
-    parser.add_argument("--ops", nargs="+", choices=["attend", "select"], default=["attend", "select"])
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
