@@ -18,17 +18,18 @@ from megatron_dsv41.ops.triton_checks import check_tensors
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Channels of a block (at most), warps, load stages, and programs that share the tokens (at most)."""
+    """Channels of a block (at most), warps, and programs that share the tokens (at most)."""
 
     block: int
     warps: int
-    stages: int
     programs: int
 
 
 # Chosen by tools/bench_fused.py on one H200.
-FORWARD = Launch(block=1024, warps=4, stages=1, programs=528)
-BACKWARD = Launch(block=1024, warps=4, stages=1, programs=264)
+FORWARD = Launch(block=1024, warps=4, programs=528)
+ROWS = Launch(block=1024, warps=4, programs=132 * 5)
+STREAMS = Launch(block=1024, warps=2, programs=132 * 4)
+BLOCK_T = 2  # tokens at a time
 
 
 class _Gate(torch.autograd.Function):
@@ -43,7 +44,7 @@ class _Gate(torch.autograd.Function):
         kernels.gate_forward[(n, programs)](
             streams, key, value, q_weight, k_weight, open_gate, out, stats, tokens, share,
             N=n, D=d, **blocks, RMS_EPS=rms_eps, FLOOR=GATE_FLOOR, SCALE=d**-0.5,
-            STAGES=FORWARD.stages, num_warps=FORWARD.warps,
+            num_warps=FORWARD.warps,
         )  # fmt: skip
         ctx.save_for_backward(streams, key, value, q_weight, k_weight, open_gate, stats)
         return out
@@ -52,13 +53,20 @@ class _Gate(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[override]
         streams, key, value, q_weight, k_weight, open_gate, stats = ctx.saved_tensors
         tokens, n, d = streams.shape
+        grad = grad.contiguous()
         of_x, of_key, of_value = torch.empty_like(streams), torch.empty_like(key), torch.empty_like(value)
-        programs, share, blocks = _share(BACKWARD, tokens, d)
+        factors = torch.empty_like(stats)
+        programs, share, blocks = _share(ROWS, tokens, d)
+        kernels.gate_backward_rows[(programs,)](
+            grad, value, open_gate, stats, of_value, factors, tokens, share,
+            D=d, **blocks, FLOOR=GATE_FLOOR, SCALE=d**-0.5, num_warps=ROWS.warps,
+        )  # fmt: skip
+        slabs = 4 * d // min(STREAMS.block, d & -d)
+        programs, share, blocks = _share(STREAMS, tokens, d, slabs)
         partial = torch.empty(programs, n * d, dtype=torch.float32, device=streams.device)
-        kernels.gate_backward[(programs,)](
-            grad.contiguous(), streams, key, value, q_weight, k_weight, open_gate, stats,
-            of_x, of_key, of_value, partial, tokens, share,
-            D=d, **blocks, FLOOR=GATE_FLOOR, SCALE=d**-0.5, STAGES=BACKWARD.stages, num_warps=BACKWARD.warps,
+        kernels.gate_backward_streams[(slabs, programs)](
+            grad, streams, key, q_weight, k_weight, factors, of_x, of_key, partial, tokens, share,
+            D=d, BLOCK=blocks["BLOCK"], BLOCK_T=BLOCK_T, num_warps=STREAMS.warps,
         )  # fmt: skip
         of_q, of_k = torch.empty_like(q_weight), torch.empty_like(k_weight)
         kernels.sum_gain_gradients[(triton.cdiv(n * d, 128),)](
@@ -67,10 +75,13 @@ class _Gate(torch.autograd.Function):
         return of_x, of_key, of_value, of_q, of_k, None, None
 
 
-def _share(launch: Launch, tokens: int, d: int) -> tuple[int, int, dict[str, int]]:
-    """Programs, the tokens of each, and how the channels are cut: the largest power of two that divides d."""
+def _share(launch: Launch, tokens: int, d: int, slabs: int = 1) -> tuple[int, int, dict[str, int]]:
+    """Programs, the tokens of each, and how the channels are cut: the largest power of two that divides d.
+
+    slabs: parts of a token that have programs of their own.
+    """
     block = min(launch.block, d & -d)
-    share = triton.cdiv(tokens, launch.programs)
+    share = triton.cdiv(tokens, max(1, launch.programs // slabs))
     return triton.cdiv(tokens, share), share, {"BLOCK": block, "BLOCKS": d // block}
 
 

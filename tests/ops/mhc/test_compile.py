@@ -15,7 +15,7 @@ MHC, GATE = "mhc.triton_site_kernels", "engram.triton_gate_kernels"
 STREAMS = {"x", "y", "new", "input", "grad_new", "grad_input", "grad_y", "grad_x"}
 GATED = {"x", "key", "value", "q", "k", "out", "grad", "grad_x", "grad_key", "grad_value"}
 ALL = dict(D=5120, UPDATE=True, PROJECT=True, COLLAPSE=True, C=64, STAGES=1)
-ROWS = dict(D=5120, BLOCK=1024, BLOCKS=5, FLOOR=1e-6, SCALE=5120**-0.5, STAGES=1)
+ROWS = dict(D=5120, BLOCK=1024, BLOCKS=5, FLOOR=1e-6, SCALE=5120**-0.5)
 MIX = dict(CHANNELS=20480, ITERS=20, EPS=1e-6, RMS_EPS=1e-20, BLOCK_T=4)
 KERNELS = [
     (MHC, "site_forward", ALL | dict(BLOCK_T=64), STREAMS, 4, 64),
@@ -23,7 +23,8 @@ KERNELS = [
     (MHC, "predict_forward", MIX, set(), 1, 0),
     (MHC, "predict_backward", MIX | dict(HAS_PRE=True, HAS_POST=True, HAS_COMB=True), set(), 1, 0),
     (GATE, "gate_forward", ROWS | dict(N=4, RMS_EPS=1e-20), GATED, 4, 0),
-    (GATE, "gate_backward", ROWS, GATED, 4, 128),
+    (GATE, "gate_backward_rows", ROWS, GATED, 4, 0),
+    (GATE, "gate_backward_streams", dict(D=5120, BLOCK=1024, BLOCK_T=2), GATED, 2, 0),
 ]
 
 
