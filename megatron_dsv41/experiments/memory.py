@@ -19,6 +19,7 @@ from megatron_dsv41.parallel.stages import even_stages, parse_layout
 from megatron_dsv41.run_config import Recompute
 
 SEALS = 1 << 10  # bytes
+ENTRY_NUMBERS, ROW_NUMBERS = 4 * 8, 24 * 8  # bytes of integers per entry and per row; some live for an exchange alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,12 +111,13 @@ def activation_bytes(config: DSV41Config, recompute: Recompute) -> float:
 
 
 def engram_step_bytes(rows: int, entries: int, dim: int, width: int) -> float:
-    """Bytes that a step of a rank holds for tables with owners, from the fetch to the return.
+    """The most bytes that a rank holds for tables with owners at once, from the fetch to the return.
 
-    rows: distinct ones that the step reads, each `width` bytes as fetched and an fp32 gradient of `dim`. entries:
-    tokens times columns, of which two 8-byte numbers each are kept. A few bytes per message come to it.
+    rows: distinct ones that a step reads, each `width` bytes as fetched; at the return an fp32 gradient of `dim` as it
+    is sent, and one that arrives where every rank updates as many rows. entries: tokens times columns. Of this step and
+    of the next there are numbers: where entries lie and how they add up, where rows come from and go to.
     """
-    return rows * (width + 4 * dim) + 16 * entries + SEALS
+    return rows * (width + 8 * dim + 2 * ROW_NUMBERS) + 2 * ENTRY_NUMBERS * entries + SEALS
 
 
 def dtype_bytes(config: DSV41Config) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from megatron_dsv41.modules.batch import Batch
 from megatron_dsv41.modules.layout import from_flat, to_flat
 from megatron_dsv41.modules.primitives import Primitives
 from megatron_dsv41.ops.documents import Documents
-from megatron_dsv41.ops.engram.ref import hash_rows
+from megatron_dsv41.ops.engram import ref
 from megatron_dsv41.ops.registry import Ops
 
 DRAWN_TOGETHER = 1 << 10  # rows that share a generator
@@ -93,11 +93,12 @@ def draw_rows(seed: int, layer: int, rows: slice, dim: int, std: float) -> Tenso
 class EngramHash:
     """Row ids of every Engram layer from raw token ids. Constants follow from the config and the token map alone.
 
-    token_map: int64 [vocabulary], raw id -> compressed id. Raises ValueError when map, primes and table sizes disagree.
+    token_map: int64 [vocabulary], raw id -> compressed id. hash_tokens: a provider of engram.hash. Raises ValueError
+    when map, primes and table sizes disagree.
     """
 
-    def __init__(self, config: DSV41Config, token_map: Tensor):
-        self.config = config
+    def __init__(self, config: DSV41Config, token_map: Tensor, hash_tokens: Callable[..., Tensor] = ref.hash_tokens):
+        self.config, self.hash_tokens = config, hash_tokens
         self.primes = column_primes(config)
         self.multipliers = {layer: layer_multipliers(config, layer) for layer in config.engram_layer_ids}
         if config.engram_layer_ids and token_map.shape[0] < config.vocab_size:
@@ -131,27 +132,21 @@ class EngramHash:
     def __call__(
         self, input_ids_T: Tensor, documents: Documents, layers: Collection[int] | None = None
     ) -> dict[int, Tensor]:
-        """Flat raw ids int64 [T] -> layer -> rows int64 [T, columns], of `layers` (None: of all that have a table).
-
-        Whatever id a dead or image token has, it is a barrier (SPEC 12.3). A living token whose id is not in the
-        vocabulary (-1 and -100 of a label mask, say) gets row -1, which no table has: the lookup refuses it.
-        """
+        """Flat raw ids int64 [T] -> layer -> rows int64 [T, columns], of `layers` (None: of all that have a table)."""
         chosen = [layer for layer in self.primes if layers is None or layer in layers]
         if not chosen:
             return {}
         token_map, pad = self.token_map.to(input_ids_T.device), self.config.engram_pad_token_id
-        known_T = (input_ids_T >= 0) & (input_ids_T < len(token_map))
-        compressed_T = token_map[torch.where(known_T, input_ids_T, pad)]
-        stray_T = ~known_T & documents.alive_T & ~documents.image_T
         return {
-            layer: hash_rows(
-                compressed_T,
-                token_map[pad],
+            layer: self.hash_tokens(
+                input_ids_T,
+                token_map,
+                pad,
                 documents,
                 self.multipliers[layer],
                 self.primes[layer],
                 self.config.engram_n_heads,
-            ).masked_fill(stray_T[:, None], -1)
+            )
             for layer in chosen
         }
 

@@ -133,7 +133,7 @@ class Transformer(nn.Module):
         self.config, self.ops = config, ops or Ops()
         phase = phase or Phase()
         primitives = primitives or TorchPrimitives(config, self.ops)
-        self.engram_hash = EngramHash(config, token_map)
+        self.engram_hash = EngramHash(config, token_map, self.ops["engram.hash"])
         self.embed = primitives.embedding(config.vocab_size, config.hidden_size)
         plans = plan_layers(config)
         self.layers = nn.ModuleList(

@@ -40,9 +40,29 @@ PROVIDERS: dict[str, dict[str, str]] = {
         "triton": "megatron_dsv41.ops.mhc.triton_site:site",
         "hopper": "megatron_dsv41.ops.mhc.hopper_site:site",
     },
+    "engram.hash": {
+        "ref": "megatron_dsv41.ops.engram.ref:hash_tokens",
+        "triton": "megatron_dsv41.ops.engram.triton_hash:hash_tokens",
+    },
+    "engram.read_rows": {
+        "ref": "megatron_dsv41.ops.engram.ref:read_rows",
+        "triton": "megatron_dsv41.ops.engram.triton_rows:read_rows",
+    },
+    "engram.encode_rows": {
+        "ref": "megatron_dsv41.ops.engram.ref:encode_rows",
+        "triton": "megatron_dsv41.ops.engram.triton_rows:encode_rows",
+    },
+    "engram.merge": {
+        "ref": "megatron_dsv41.ops.engram.ref:merge",
+        "triton": "megatron_dsv41.ops.engram.triton_merge:merge",
+    },
     "engram.gate": {
         "ref": "megatron_dsv41.ops.engram.ref:gate",
         "triton": "megatron_dsv41.ops.engram.triton_gate:gate",
+    },
+    "sinkhorn.update": {
+        "ref": "megatron_dsv41.ops.sinkhorn.ref:sinkhorn_update",
+        "triton": "megatron_dsv41.ops.sinkhorn.triton_update:sinkhorn_update",
     },
     "head.losses": {
         "ref": "megatron_dsv41.ops.head.ref:losses",

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dsv41.ops.row_blocks import gradient_rows, row_blocks
+from megatron_dsv41.ops.sinkhorn import ref
 from megatron_dsv41.optim.groups import Algorithm, ParameterGroup
 from megatron_dsv41.optim.muon import muon_direction, muon_update
-from megatron_dsv41.optim.row_blocks import gradient_rows, row_blocks
 from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.optim.shards import MatrixView, matrix_view, on_whole_matrices, sum_over
-from megatron_dsv41.optim.sinkhorn import Balance, sinkhorn_update
 
 # What each algorithm remembers of a tensor, with the shape of the tensor; AdamW also counts its steps.
 MOMENTS = {
@@ -45,11 +45,17 @@ class MixedOptimizer(torch.optim.Optimizer):
     A group is a dict with `params`, `places` (one Place per tensor), `algorithm`, `weight_decay`, `frozen`, and `lr`.
     Tensors are float32 or float64; one without gradient is left alone, and so is a frozen group, but both have state.
     Tables may also be bfloat16, and their gradients row-sparse; both are then updated a block of rows at a time.
-    `step` is collective over the groups of the places: every rank must hold its part of the same tensors in one order.
+    balanced_update: a provider of sinkhorn.update. `step` is collective over the groups of the places: every rank must
+    hold its part of the same tensors in one order.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], settings: Optimizer):
-        self.settings = settings
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        settings: Optimizer,
+        balanced_update: Callable[..., None] = ref.sinkhorn_update,
+    ):
+        self.settings, self.balanced_update = settings, balanced_update
         super().__init__([dict(group) for group in groups], {"lr": settings.lr, "weight_decay": 0.0, "frozen": False})
         for group in self.param_groups:
             for tensor in group["params"]:
@@ -108,22 +114,20 @@ class MixedOptimizer(torch.optim.Optimizer):
     def _sinkhorn(self, group: dict[str, Any], tensor: Tensor, place: Place, state: dict[str, Tensor]) -> None:
         s = self.settings
         assert tensor.grad is not None
-        balance = functools.partial(
-            Balance,
+        # Rows in host memory cross a block at a time, as the definition reads them.
+        update = self.balanced_update if tensor.device == tensor.grad.device else ref.sinkhorn_update
+        update(
+            tensor,
+            tensor.grad,
+            state["momentum"],
+            lr=group["lr"],
+            beta=s.sinkhorn_momentum,
+            rms=s.sinkhorn_rms,
             total_rows=place.total_rows or None,
             steps=s.sinkhorn_steps,
             threshold=s.sinkhorn_threshold,
             eps=s.sinkhorn_eps,
             reduce=sum_over(place.row_groups),
-        )
-        sinkhorn_update(
-            tensor,
-            tensor.grad,
-            state["momentum"],
-            balance,
-            lr=group["lr"],
-            beta=s.sinkhorn_momentum,
-            rms=s.sinkhorn_rms,
         )
 
     def _adamw(self, group: dict[str, Any], tensor: Tensor, place: Place, state: dict[str, Tensor]) -> None:

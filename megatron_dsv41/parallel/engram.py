@@ -17,13 +17,15 @@ becomes a `fault`, int64 [4] on the device (kind, peer, table, row), which costs
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron_dsv41.ops.engram.rows import as_words
 
 SOUND, OUT_OF_RANGE, SHORT = 0, 1, 2
 SEAL_BYTES = 16  # what ends a message: number of rows, sum of their row numbers
@@ -116,8 +118,9 @@ class Messages:
         kind = torch.where(wrong_P.any(), SHORT, SOUND)
         if not len(self.peer_E):
             return torch.stack([kind, peer, torch.full_like(peer, -1), torch.full_like(peer, -1)])
-        last = (self.counts_P.cumsum(0)[peer] - 1).clamp_min(0)
-        return torch.stack([kind, peer, self.table_E[last], self.ids_E[last]])
+        # `take`, because x[i] of a number i on a GPU waits for it.
+        last = (self.counts_P.cumsum(0).take(peer) - 1).clamp_min(0)
+        return torch.stack([kind, peer, self.table_E.take(last), self.ids_E.take(last)])
 
 
 class Posted:
@@ -154,10 +157,10 @@ class Route:
             torch.tensor(lengths, device=ids_E.device), output_size=len(ids_E)
         )
         peer_E = torch.cat([table.ranks_of(part) for table, part in zip(owners, ids, strict=True)])
-        self.order_E = torch.argsort(peer_E, stable=True)
-        peer_E, table_E, self._ids_E = peer_E[self.order_E], table_E[self.order_E], ids_E[self.order_E]
-        place_E = torch.empty_like(self.order_E)
-        place_E[self.order_E] = torch.arange(len(ids_E), device=ids_E.device) + peer_E
+        order_E = torch.argsort(peer_E, stable=True)
+        peer_E, table_E, self._ids_E = peer_E[order_E], table_E[order_E], ids_E[order_E]
+        place_E = torch.empty_like(order_E)
+        place_E[order_E] = torch.arange(len(ids_E), device=ids_E.device) + peer_E
         self.places = place_E.split(lengths)
         self._peer_E, self._table_E = peer_E, table_E
         self._sent_PT = torch.bincount(peer_E * self.tables + table_E, minlength=self.size * self.tables)
@@ -167,8 +170,10 @@ class Route:
     def post_ids(self) -> None:
         """Send the row numbers. Waits for the counts: the sizes of messages are needed on the host."""
         _finish(self._work)
-        counts_2P = torch.stack([self._sent_PT, self._received_PT]).view(2, self.size, -1).sum(2)
-        sent, received = (tuple(counts) for counts in counts_2P.tolist())
+        counts_2PT = torch.stack([self._sent_PT, self._received_PT]).view(2, self.size, self.tables)
+        counts_2P, on_host = counts_2PT.sum(2), counts_2PT.cpu()
+        sent, received = (tuple(counts) for counts in on_host.sum(2).tolist())
+        self._asked_T = on_host[1].sum(0).tolist()
         total, device = sum(received), self._ids_E.device
         self.sent = Messages(sent, counts_2P[0], self._peer_E, self._table_E, self._ids_E)
         segment_E = torch.arange(len(self._received_PT), device=device).repeat_interleave(
@@ -199,9 +204,16 @@ class Route:
         if not len(ids_E):
             return short
         first = outside_E.int().argmax()
-        peer, table = self.received.peer_E[first], self.received.table_E[first]
-        wrong = torch.stack([torch.full_like(peer, OUT_OF_RANGE), peer, table, ids_E[first]])
+        peer, table = self.received.peer_E.take(first), self.received.table_E.take(first)
+        wrong = torch.stack([torch.full_like(peer, OUT_OF_RANGE), peer, table, ids_E.take(first)])
         return torch.where(short[0] == SOUND, torch.where(outside_E.any(), wrong, torch.zeros_like(wrong)), short)
+
+    def asked(self, table: int) -> Tensor:
+        """int64 [n]: which of the received row numbers are a table's. Ascending; nobody waits for the device."""
+        counts_PT, total = self._received_PT.view(self.size, self.tables), self._asked_T[table]
+        counts_P, begin_PT = counts_PT[:, table], (self._received_PT.cumsum(0) - self._received_PT).view_as(counts_PT)
+        shift_P = begin_PT[:, table] - (counts_P.cumsum(0) - counts_P)
+        return torch.arange(total, device=counts_P.device) + shift_P.repeat_interleave(counts_P, output_size=total)
 
     def reply(self, read: Callable[[int, Tensor], Tensor], width: int) -> Posted:
         """Send back the rows asked for. read(table, ids) -> uint8 [n, width]."""
@@ -209,19 +221,20 @@ class Route:
         sent = torch.empty(len(received.ids_E) + self.size, width, dtype=torch.uint8, device=received.ids_E.device)
         places = received.places(1)
         for table in range(self.tables):
-            here = (received.table_E == table).nonzero()[:, 0]
-            sent[places[here]] = read(table, received.ids_E[here])
+            here = self.asked(table)
+            as_words(sent).index_copy_(0, places[here], as_words(read(table, received.ids_E[here])))
         return self._post(sent, received, self.sent)
 
-    def forward(self, values: Sequence[Tensor]) -> Posted:
-        """Send a row per id, [n, width] of one dtype for each table, to where the ids went.
+    def forward(self, values: Iterable[Tensor], width: int, dtype: torch.dtype) -> Posted:
+        """Send a row per id, [n, width] of `dtype` for each table, to where the ids went. Tables are taken one by one.
 
         Element e of what arrives, in row `received.places(1)[e]`, is for row `received.ids_E[e]` of table
         `received.table_E[e]`.
         """
-        values_ED = torch.cat(list(values))
-        sent = values_ED.new_empty(len(values_ED) + self.size, *values_ED.shape[1:])
-        sent[self.sent.places(1)] = values_ED[self.order_E]
+        sent = torch.empty(len(self._ids_E) + self.size, width, dtype=dtype, device=self._ids_E.device)
+        for places, part in zip(self.places, values, strict=True):
+            sent.index_copy_(0, places, part)
+            del part  # before the next, and before what arrives, has memory
         return self._post(sent, self.sent, self.received)
 
     def _post(self, sent: Tensor, there: Messages, back: Messages) -> Posted:
@@ -243,32 +256,6 @@ class Route:
 def _finish(work: Any) -> None:
     if work is not None:
         work.wait()
-
-
-@dataclasses.dataclass(frozen=True)
-class Merge:
-    """How entries add up by row number: made once from the numbers, used without a synchronisation.
-
-    rows_M: the distinct numbers, ascending. Entries of one row are added in fp32 in their own order, so that two runs
-    give equal bits.
-    """
-
-    order_E: Tensor
-    rows_M: Tensor
-    lengths_M: Tensor
-
-    @classmethod
-    def of(cls, rows_E: Tensor) -> Merge:
-        """From the row number of every entry, int64 [E]."""
-        sorted_E, order_E = torch.sort(rows_E, stable=True)
-        rows_M, lengths_M = torch.unique_consecutive(sorted_E, return_counts=True)
-        return cls(order_E, rows_M, lengths_M)
-
-    def __call__(self, values_ED: Tensor) -> Tensor:
-        """[E, D] -> fp32 [M, D] (fp64 stays)."""
-        wide = torch.promote_types(values_ED.dtype, torch.float32)
-        ordered = values_ED[self.order_E].to(wide)
-        return torch.segment_reduce(ordered, "sum", lengths=self.lengths_M, axis=0, unsafe=True)
 
 
 def read_faults(fault: Tensor, group: ProcessGroup | None) -> list[tuple[int, int, int, int, int]]:

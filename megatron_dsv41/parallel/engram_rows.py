@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_dsv41.ops.engram.rows import RowFormat
-from megatron_dsv41.parallel.engram import Merge
+from megatron_dsv41.ops.engram.runs import Runs
+from megatron_dsv41.ops.registry import Ops
 
 
 class RowSource(Protocol):
@@ -26,14 +27,13 @@ class RowGradients:
     Micro-batches are added as their backward passes come, which in every schedule is one fixed order.
     """
 
-    def __init__(self, ids_U: Tensor, dim: int):
-        self.ids_U, self.dim = ids_U, dim
+    def __init__(self, ids_U: Tensor, dim: int, ops: Ops):
+        self.ids_U, self.dim, self.ops = ids_U, dim, ops
         self.sums_UD: Tensor | None = None  # made by the first backward: a forward pass needs none
 
-    def add(self, merge: Merge, grads_ED: Tensor) -> None:
-        """Add the gradients of one micro-batch; merge: entries -> places in `ids_U`."""
-        merged = merge(grads_ED)
-        self.take().index_add_(0, merge.rows_M, merged.to(torch.float32))  # distinct rows: no order to depend on
+    def add(self, runs: Runs, grads_ED: Tensor) -> None:
+        """Add the gradients of one micro-batch; runs: entries -> places in `ids_U`."""
+        self.ops["engram.merge"](grads_ED, runs, into=self.take())
 
     def take(self) -> Tensor:
         """The sums so far."""
@@ -41,26 +41,31 @@ class RowGradients:
             self.sums_UD = torch.zeros(len(self.ids_U), self.dim, dtype=torch.float32, device=self.ids_U.device)
         return self.sums_UD
 
+    def give(self) -> Tensor:
+        """The sums, which are the caller's from now on."""
+        sums_UD, self.sums_UD = self.take(), None
+        return sums_UD
+
 
 @dataclasses.dataclass(frozen=True)
 class FetchedRows:
     """What a micro-batch reads of one table: `Batch.engram_rows[layer]` where tables are owned by a group.
 
-    slots_TC int64 [T, columns] into `places_U`, the places of rows in `source`. gradients None: of an evaluation, or of
-    a rank whose tokens another rank has too and returns.
+    places_TC int64 [T, columns]: places of rows in `source`. gradients, and runs of entries among them, None: of an
+    evaluation, or of a rank whose tokens another rank has too and returns.
     """
 
     source: RowSource
-    places_U: Tensor
-    slots_TC: Tensor
+    places_TC: Tensor
     format: RowFormat
     dtype: torch.dtype
+    ops: Ops
     gradients: RowGradients | None = None
-    merge: Merge | None = None
+    runs: Runs | None = None
 
     def read(self) -> Tensor:
         """[T, columns, dim], bitwise the owners' rows in `dtype`."""
-        anchor = torch.zeros((), dtype=self.dtype, device=self.slots_TC.device, requires_grad=torch.is_grad_enabled())
+        anchor = torch.zeros((), dtype=self.dtype, device=self.places_TC.device, requires_grad=torch.is_grad_enabled())
         return _Read.apply(anchor, self)
 
 
@@ -70,16 +75,16 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, fetched: FetchedRows) -> Tensor:
         ctx.fetched = fetched
-        places_E = fetched.places_U[fetched.slots_TC.flatten()]
-        rows_EW = fetched.source.wait().index_select(0, places_E)
-        return fetched.format.decode(rows_EW, fetched.dtype).view(*fetched.slots_TC.shape, -1)
+        rows_PW, places_TC = fetched.source.wait(), fetched.places_TC
+        rows_ED = fetched.ops["engram.read_rows"](rows_PW, places_TC.flatten(), fetched.format, fetched.dtype)
+        return rows_ED.view(*places_TC.shape, -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         fetched: FetchedRows = ctx.fetched
         if fetched.gradients is not None:
-            assert fetched.merge is not None
-            fetched.gradients.add(fetched.merge, grads[0].flatten(0, 1))
+            assert fetched.runs is not None
+            fetched.gradients.add(fetched.runs, grads[0].flatten(0, 1))
         return None, None
 
 

@@ -45,6 +45,21 @@ def device_ms(*calls: Callable[[], object], repeats: int = 7, span_ms: float = 2
     return Timing(statistics.median(times), min(times), max(times))
 
 
+def eager_ms(call: Callable[[], object], repeats: int = 7) -> Timing:
+    """Time of one eager call on the current CUDA device, launch gaps and host waits included."""
+    call()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return Timing(statistics.median(times), min(times), max(times))
+
+
 def _elapsed(graph: torch.cuda.CUDAGraph, replays: int) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()

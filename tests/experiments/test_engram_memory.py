@@ -15,9 +15,9 @@ def test_flash_tables_over_all_ranks_of_a_pipeline():
     assert one.rows == one.updated == 3_000_049 and one.served == 3_000_049 * 264
     assert one.master == one.rows * 1024 and one.state == one.rows * 512
     entries = 8 * 4096 * 24
-    assert one.step == pytest.approx(entries * (264 + 1024 + 16), rel=1e-4)
+    assert one.step == pytest.approx(entries * (264 + 2048 + 448), rel=1e-4)
     windowed = owner_memory(presets.flash(), layout, table="float8", master="float32", state_bytes=2, window=1)
-    assert windowed[0].step == pytest.approx(entries * (66 + 1024 + 16), rel=1e-4)
+    assert windowed[0].step == pytest.approx(entries * (66 + 2048 + 448), rel=1e-4)
 
 
 def test_copies_share_the_state_and_stages_without_the_layer_have_none():

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from megatron_dsv41 import presets
 from megatron_dsv41.modules.transformer import Transformer
+from megatron_dsv41.ops.row_blocks import row_sparse
 from megatron_dsv41.optim.groups import Algorithm, group_parameters
 from megatron_dsv41.optim.optimizer import MixedOptimizer, Place, optimizer_group, whole_optimizer
-from megatron_dsv41.optim.row_blocks import row_sparse
 from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.optim.shards import Shard, matrix_view
 from megatron_dsv41.phase import Phase
@@ -130,7 +130,7 @@ def test_parts_move_as_the_whole(world):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_sparse_gradient_of_a_table(name, dtype, monkeypatch):
     """A table in blocks, from the rows that have a gradient, moves as the whole table from the whole gradient."""
-    monkeypatch.setattr("megatron_dsv41.optim.row_blocks.BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr("megatron_dsv41.ops.row_blocks.BLOCK_ELEMENTS", 64)
     settings = dataclasses.replace(SETTINGS, name=name)
     (group,) = group_parameters({"layers.1.engram.embed.weight": (50, 8)}, presets.tiny(), Phase(), settings)
     start = torch.randn(50, 8).to(dtype)

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_dsv41.ops.sinkhorn.ref import Balance
 from megatron_dsv41.optim.muon import muon_direction
 from megatron_dsv41.optim.shards import Shard, matrix_view, on_whole_matrices, sum_over
-from megatron_dsv41.optim.sinkhorn import Balance
 from megatron_dsv41.testing.distributed import run_ranks
 
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_dsv41.ops.engram.ref import merge
+from megatron_dsv41.ops.engram.runs import Runs
 from megatron_dsv41.parallel.engram import (
     OUT_OF_RANGE,
     SHORT,
-    Merge,
     Route,
     read_faults,
     row_owners,
@@ -93,18 +94,17 @@ def check_exchange(owners):
         held = [table.range_of(rank) for table in updaters]
         assert read_faults(route.take_ids(held), dist.group.WORLD) == []
         summed = [
-            torch.zeros(len(rows), DIM).index_copy(0, merge.rows_M, merge(grad))
+            merge(grad, Runs.of(inverse), into=torch.zeros(len(rows), DIM))
             for (rows, inverse), grad in zip(unique, grads, strict=True)
-            for merge in [Merge.of(inverse)]
         ]
-        arrived = route.forward(summed)
-        values = arrived.wait()[route.received.places(1)]
+        arrived = route.forward(summed, DIM, torch.float32)
+        values = arrived.wait()
         assert read_faults(arrived.fault, dist.group.WORLD) == []
         for table, (size, (begin, end)) in enumerate(zip(SIZES, held, strict=True)):
-            here = route.received.table_E == table
-            merge = Merge.of(route.received.ids_E[here])
-            got = torch.zeros(size, DIM).index_copy(0, merge.rows_M, merge(values[here]))[begin:end]
-            again = torch.zeros(size, DIM).index_copy(0, merge.rows_M, merge(values[here]))[begin:end]
+            here = route.asked(table)
+            assert torch.equal(here, (route.received.table_E == table).nonzero()[:, 0])
+            runs = Runs.of(route.received.ids_E[here]).among(route.received.places(1)[here])
+            got, again = (merge(values, runs, into=torch.zeros(size, DIM))[begin:end] for _ in range(2))
             assert torch.equal(got, again)
             expected = torch.zeros(size, DIM, dtype=torch.float64)
             for other in range(world):

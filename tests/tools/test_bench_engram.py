@@ -14,7 +14,8 @@ def test_every_part_at_a_small_shape(tmp_path):
     subprocess.run([sys.executable, TOOL, *small, "--json", result], check=True, capture_output=True)
     rows = json.loads(result.read_text())
     parts = (
-        "row numbers, distinct rows, gather and decode, gate forward, gate backward, gradients by row, balanced update"
+        "row numbers, distinct rows, gather and decode, gate forward, gate backward, gradients by row, "
+        "balanced update, rows in FP8"
     )
     assert ", ".join(row["part"] for row in rows) == parts
     assert all(row["ms"] > 0 and row["bytes"] > 0 for row in rows)

@@ -8,7 +8,7 @@ backward and `finish_return` after the dense gradient reduction. On GPUs the exc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,12 @@ from megatron_dsv41.backends.megatron.layout import Layout
 from megatron_dsv41.modules.engram import EngramHash
 from megatron_dsv41.ops.documents import Documents, join_documents
 from megatron_dsv41.ops.engram.rows import RowFormat
-from megatron_dsv41.optim.row_blocks import row_sparse
+from megatron_dsv41.ops.engram.runs import Runs
+from megatron_dsv41.ops.registry import Ops
+from megatron_dsv41.ops.row_blocks import row_sparse
 from megatron_dsv41.parallel.engram import (
     OUT_OF_RANGE,
     SOUND,
-    Merge,
     Posted,
     Route,
     RowOwners,
@@ -73,6 +74,7 @@ class EngramExchange:
         gradient_scale: float,
         window: int | None = None,
         frozen: bool = False,
+        ops: Ops | None = None,
     ):
         config = engram_hash.config
         self.hash, self.layout, self.groups, self.owned, self.layers = engram_hash, layout, groups, tables, layers
@@ -83,6 +85,7 @@ class EngramExchange:
             window,
             frozen,
         )
+        self.ops = ops or Ops()
         self.all_layers = config.engram_layer_ids
         rows, copies = {layer: config.engram_rows(layer) for layer in self.all_layers}, groups.copies
         self.owners = [row_owners(rows[layer], groups.owners) for layer in self.all_layers]
@@ -110,7 +113,7 @@ class EngramExchange:
                 mine = everything if self.returns else [ids[:0] for ids in everything]
                 returns = Route(self.updaters, mine, self.groups.world)
                 gradients = {
-                    layer: RowGradients(mine[self.all_layers.index(layer)], self.form.dim)
+                    layer: RowGradients(mine[self.all_layers.index(layer)], self.form.dim, self.ops)
                     for layer in (self.layers if self.returns else ())
                 }
             for route in (*routes, *([returns] if returns else [])):
@@ -162,9 +165,9 @@ class EngramExchange:
             table = self.all_layers.index(layer)
             ids, slots = unique[table]
             slots_TC, sums = slots[index % (self.window or len(slots))], gradients.get(layer)
-            merge = Merge.of(torch.searchsorted(everything[table], ids)[slots_TC.flatten()]) if sums else None
-            places = window.route.places[table]
-            found[layer] = FetchedRows(window, places, slots_TC, self.form, self.dtype, sums, merge)
+            runs = Runs.of(torch.searchsorted(everything[table], ids)[slots_TC.flatten()]) if sums else None
+            places_TC = window.route.places[table][slots_TC]
+            found[layer] = FetchedRows(window, places_TC, self.form, self.dtype, self.ops, sums, runs)
         return found
 
     def serve(self, step: StepRows) -> None:
@@ -222,9 +225,18 @@ class EngramExchange:
         if step is None or step.returns is None:
             return
         with record_function(RETURN), on_stream(self.stream):
-            empty = torch.empty(0, self.form.dim, device=self.hash.token_map.device)
-            values = [step.gradients[layer].take() if layer in step.gradients else empty for layer in self.all_layers]
-            step.returning = step.returns.forward(values)
+            step.returning = step.returns.forward(self._sums(step), self.form.dim, torch.float32)
+
+    def _sums(self, step: StepRows) -> Iterator[Tensor]:
+        """Summed gradients of every table, each given up when the next is asked for."""
+        for layer in self.all_layers:
+            if layer not in step.gradients:
+                yield torch.empty(0, self.form.dim, device=self.hash.token_map.device)
+                continue
+            sums_UD = step.gradients[layer].give()
+            if sums_UD.is_cuda:
+                sums_UD.record_stream(self.stream)  # made by a backward, on its stream
+            yield sums_UD
 
     def finish_return(self) -> list[Tensor]:
         """Sum what arrived into row-sparse gradients of the tables' masters, and give their values [rows, dim].
@@ -237,21 +249,23 @@ class EngramExchange:
         faults = [window.reply.fault for window in step.windows if window.waited and window.reply is not None]
         with record_function(RETURN), on_stream(self.stream):
             if step.returning is not None and step.returns is not None:
-                rows_ED = step.returning.wait()[step.returns.received.places(1)]
+                arrived = step.returning.wait()
                 for table, layer in enumerate(self.all_layers):
                     if layer in self.owned:
-                        found.append(self._take_gradient(self.owned[layer], table, step.returns, rows_ED))
+                        found.append(self._take_gradient(self.owned[layer], table, step.returns, arrived))
                 faults.append(step.returning.fault)
             self.refuse([fault for fault in faults if fault is not None])
         torch.cuda.current_stream().wait_stream(self.stream)
+        for window in step.windows:
+            window.reply = None  # its rows have been read for the last time
         self.last = step.windows
         return found
 
-    def _take_gradient(self, table: OwnedTable, index: int, route: Route, rows_ED: Tensor) -> Tensor:
-        here_E = (route.received.table_E == index).nonzero()[:, 0]
-        merge = Merge.of(route.received.ids_E[here_E] - table.first)
-        sums_MD = merge(rows_ED[here_E]) * self.gradient_scale
-        table.master.grad = row_sparse(merge.rows_M, sums_MD, table.last - table.first)
+    def _take_gradient(self, table: OwnedTable, index: int, route: Route, arrived: Tensor) -> Tensor:
+        here_E = route.asked(index)
+        runs = Runs.of(route.received.ids_E[here_E] - table.first).among(route.received.places(1)[here_E])
+        sums_MD = self.ops["engram.merge"](arrived, runs, self.gradient_scale)
+        table.master.grad = row_sparse(runs.rows_M, sums_MD, table.last - table.first)
         return sums_MD
 
     def milliseconds(self) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from megatron_dsv41.backends.megatron.layout import Layout
 from megatron_dsv41.backends.megatron.pipeline import Boundaries
 from megatron_dsv41.modules.engram import EngramHash, draw_rows
 from megatron_dsv41.ops.engram.rows import RowDtype, RowFormat
+from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.run_config import Engram
 
 
@@ -37,7 +38,7 @@ def own_tables(
     layers = [layer for layer in model.engram_layer_ids if any(layer in stage for stage in stages)]
     layout, own = Layout.of(groups, config.sequence_parallel), EngramGroups.create(owners, layers)
     dtype, form = getattr(torch, model.dtype), RowFormat(table, model.engram_head_dim)
-    tables = {}
+    tables, ops = {}, Ops(config.ops)
     for layer in own.holders:
         tables[layer] = OwnedTable(
             layer,
@@ -47,11 +48,12 @@ def own_tables(
             own,
             device,
             pinned=settings.memory == "host",
+            ops=ops,
         )
         draw = functools.partial(draw_rows, config.seed, layer, dim=form.dim, std=model.initializer_range)
         tables[layer].fill(lambda rows, draw=draw: draw(rows).to(dtype))
     return EngramExchange(
-        EngramHash(model, token_map.to(device)),
+        EngramHash(model, token_map.to(device), ops["engram.hash"]),
         layout,
         own,
         tables,
@@ -61,4 +63,5 @@ def own_tables(
         gradient_scale=1 / groups.dp_cp.size(),  # Megatron's DDP averages every other gradient
         window=settings.window,
         frozen=frozen,
+        ops=ops,
     )

@@ -12,9 +12,11 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dsv41.ops.engram.rows import RowFormat
+from megatron_dsv41.ops.engram import ref
+from megatron_dsv41.ops.engram.rows import RowFormat, as_words
+from megatron_dsv41.ops.registry import Ops
+from megatron_dsv41.ops.row_blocks import row_blocks
 from megatron_dsv41.optim.optimizer import Place
-from megatron_dsv41.optim.row_blocks import row_blocks
 from megatron_dsv41.parallel.engram import RowOwners, row_owners, row_updaters
 
 
@@ -85,9 +87,12 @@ class OwnedTable:
         groups: EngramGroups,
         device: torch.device,
         pinned: bool = False,
+        ops: Ops | None = None,
     ):
         rank = dist.get_rank()
         self.layer, self.name, self.rows, self.format = layer, table_name(layer), rows, form
+        # Rows in host memory are encoded where they lie.
+        self.encode = ref.encode_rows if pinned else (ops or Ops())["engram.encode_rows"]
         self.owners: RowOwners = row_owners(rows, groups.owners)
         self.updaters: RowOwners = row_updaters(rows, groups.owners, groups.copies[layer])
         self.holders, self.replicas = groups.holders[layer], groups.replicas[layer]
@@ -115,7 +120,8 @@ class OwnedTable:
     def serve(self, ids: Tensor) -> Tensor:
         """Row numbers int64 [n], all of this rank's -> their bytes [n, width], on the device of `ids`."""
         local = (ids - self.begin).to(self.published.device)
-        return self.published.index_select(0, local).to(ids.device, non_blocking=True)
+        found = as_words(self.published).index_select(0, local).to(ids.device, non_blocking=True)
+        return found.view(torch.uint8)
 
     @torch.no_grad()
     def fill(self, read: Callable[[slice], Tensor], master: bool = True) -> None:
@@ -135,7 +141,8 @@ class OwnedTable:
         if not self.aliased:
             for block in row_blocks(self.last - self.first, self.format.dim):
                 offset = self.first - self.begin
-                self.published[block.start + offset : block.stop + offset] = self.format.encode(self.master[block])
+                rows = self.encode(self.master[block], self.format)
+                self.published[block.start + offset : block.stop + offset] = rows
         if self.replicas is None:
             return
         device = self.published.device if dist.get_backend(self.replicas) == "gloo" else torch.device("cuda")

@@ -71,7 +71,7 @@ class DSV41Model(LanguageModule):
         self.layout = Layout.of(pg_collection, config.sequence_parallel)
         self.ops = Ops(config.ops)
         self.primitives = MegatronPrimitives(model, self.ops, self.layout, config, pg_collection)
-        self.engram_hash = EngramHash(model, token_map.to(torch.cuda.current_device()))
+        self.engram_hash = EngramHash(model, token_map.to(torch.cuda.current_device()), self.ops["engram.hash"])
         self.hashed = tuple(layer for layer in model.engram_layer_ids if layer in self.stage)
         self.received: Tensor | None = None
         self.engram_tables: tuple[OwnedTable, ...] = ()  # rows that this rank owns, of whatever layers

@@ -24,6 +24,7 @@ from megatron_dsv41.backends.megatron.layout import Layout, cuts_of
 from megatron_dsv41.backends.megatron.optimizer_parts import Part, assign_parts, share_parts, whole_shape
 from megatron_dsv41.backends.megatron.state_dict import is_expert
 from megatron_dsv41.checkpoint.mapping import parameter_bindings
+from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.optim.groups import ENGRAM_TABLE, ParameterGroup, group_parameters
 from megatron_dsv41.optim.optimizer import MixedOptimizer, optimizer_group
 from megatron_dsv41.run_config import Run
@@ -70,7 +71,7 @@ class MegatronMixedOptimizer(MegatronOptimizer):
             entry |= {"max_lr": PEAK * group.lr, "min_lr": 0.0}
             entry |= {"wd_mult": float(group.decay > 0), "default_config": group.lr == 1.0}
             param_groups.append(entry)
-        self.updates = MixedOptimizer(param_groups, run.optimizer)
+        self.updates = MixedOptimizer(param_groups, run.optimizer, Ops(run.ops)["sinkhorn.update"])
         super().__init__(self.updates, config)
         self._one = torch.ones(1, device=next(iter(parameters.values())).device)
 

@@ -1,4 +1,4 @@
-"""Engram: n-gram row ids and the gated injection, the definition (SPEC 12)."""
+"""Engram: n-gram row ids, rows read and published, their gradients merged, the gated injection (SPEC 12)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_dsv41.ops.documents import Documents
+from megatron_dsv41.ops.engram.rows import RowFormat
+from megatron_dsv41.ops.engram.runs import Runs
 from megatron_dsv41.ops.numerics import wide
 
 GATE_FLOOR = 1e-6
@@ -40,6 +42,48 @@ def hash_rows(
             rows.append(running_T % prime + offset)
             offset += prime
     return torch.stack(rows, dim=-1)
+
+
+def hash_tokens(
+    input_ids_T: Tensor,
+    token_map: Tensor,
+    pad_id: int,
+    documents: Documents,
+    multipliers: Sequence[int],
+    primes: Sequence[int],
+    heads: int,
+) -> Tensor:
+    """`hash_rows` of raw token ids int64 [T]. token_map: int64 [vocabulary], raw id -> class; pad_id: raw.
+
+    Whatever id a dead or image token has, it is a barrier. A living token whose id is not in the vocabulary (-1 and
+    -100 of a label mask, say) gets row -1, which no table has: the lookup refuses it.
+    """
+    known_T = (input_ids_T >= 0) & (input_ids_T < len(token_map))
+    compressed_T = token_map[torch.where(known_T, input_ids_T, pad_id)]
+    stray_T = ~known_T & documents.alive_T & ~documents.image_T
+    rows_TC = hash_rows(compressed_T, token_map[pad_id], documents, multipliers, primes, heads)
+    return rows_TC.masked_fill(stray_T[:, None], -1)
+
+
+def read_rows(rows_NW: Tensor, places_E: Tensor, form: RowFormat, dtype: torch.dtype) -> Tensor:
+    """Rows as bytes uint8 [N, width] at places int64 [E] -> values [E, dim] in `dtype` (bfloat16 or float32)."""
+    return form.decode(rows_NW.index_select(0, places_E), dtype)
+
+
+def encode_rows(values_RD: Tensor, form: RowFormat) -> Tensor:
+    """Values [R, dim] -> bytes uint8 [R, width]: see `RowFormat.encode`."""
+    return form.encode(values_RD)
+
+
+def merge(values_ED: Tensor, runs: Runs, scale: float = 1.0, into: Tensor | None = None) -> Tensor:
+    """Sums of the entries of every run: [E, D] -> fp32 [M, D] (fp64 stays), times `scale`.
+
+    A run is added up in an order that depends on its length alone. into: fp32 [U, D], to whose row `runs.rows_M[m]` sum
+    m is added in place; it is returned.
+    """
+    ordered = values_ED[runs.order_E].to(torch.promote_types(values_ED.dtype, torch.float32))
+    merged = torch.segment_reduce(ordered, "sum", lengths=runs.begins.diff(), axis=0, unsafe=True) * scale
+    return merged if into is None else into.index_add_(0, runs.rows_M, merged.to(into.dtype))  # rows are distinct
 
 
 def gate(

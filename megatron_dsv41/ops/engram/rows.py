@@ -65,3 +65,9 @@ class RowFormat:
         data, scale = bytes_RW.split([self.dim, self.dim // SCALE_BLOCK], -1)
         elements = data.contiguous().view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (-1, SCALE_BLOCK))
         return (elements * powers_of_two(scale, dtype)[..., None]).flatten(-2)
+
+
+def as_words(rows_NW: Tensor) -> Tensor:
+    """Rows of bytes as rows of the widest integers that they consist of: fewer elements to copy."""
+    wide = (dtype for dtype in (torch.int64, torch.int32, torch.int16) if rows_NW.shape[1] % dtype.itemsize == 0)
+    return rows_NW.view(next(wide, torch.uint8))

@@ -1,5 +1,6 @@
 """Owned tables against whole ones: lookups, updates, checkpoints, and what one rank learns of another's mistakes."""
 
+import itertools
 import shutil
 import time
 
@@ -119,27 +120,28 @@ def current(exchange, layer):
     return table
 
 
-def plain_steps(settings, steps, world, layer, encode=None):
-    """The same steps on one whole table."""
+def plain_steps(settings, steps, world, layer, dtype=torch.float32):
+    """The same steps on one whole table of `dtype`, fp32 again."""
     from megatron_dsv41.modules.engram import EngramHash
     from megatron_dsv41.optim.groups import group_parameters
     from megatron_dsv41.optim.optimizer import whole_optimizer
     from megatron_dsv41.phase import Phase
 
-    config, table, name = tiny_config(), whole(layer), f"layers.{layer}.engram.embed.weight"
+    config, table, name = tiny_config(), whole(layer).to(dtype), f"layers.{layer}.engram.embed.weight"
     hashing = EngramHash(config, identity_map(config))
     optimizer = whole_optimizer(
         {name: table}, group_parameters({name: tuple(table.shape)}, config, Phase(), settings), settings
     )
+    table.grad_dtype = None
     for step in range(steps):
-        table.grad = torch.zeros_like(table)
+        table.grad = torch.zeros(table.shape)
         for rank in range(world):
             for number, (ids, documents) in enumerate(batches(step, rank)):
                 rows = hashing(ids.flatten(), documents)[layer]
                 grad = weights(step, rank, number, layer, (*rows.shape, DIM)) / world
                 table.grad.index_add_(0, rows.flatten(), grad.flatten(0, 1))
         optimizer.step()
-    return table
+    return table.float()
 
 
 def check_steps(cases):
@@ -153,10 +155,13 @@ def check_steps(cases):
         steps_of(exchange, optimizer, 2)
         for layer in LAYERS:
             found, start = current(exchange, layer), whole(layer)
-            expected = plain_steps(optimizer, 2, dist.get_world_size(), layer)
+            dtype = getattr(torch, settings.get("master", "float32"))
+            expected = plain_steps(optimizer, 2, dist.get_world_size(), layer, dtype)
             moved = float((expected - start).abs().max())
-            error = float((found - expected).abs().max())
-            worst[name, owners, str(settings), layer] = (error, moved)
+            # In bfloat16, of the few that a rounding of fp32 sums sent to the other side.
+            unequal = found != expected if dtype is torch.bfloat16 else torch.zeros(1, dtype=torch.bool)
+            close = torch.isclose(found, expected, rtol=2**-7 if dtype is torch.bfloat16 else 0, atol=2e-6)
+            worst[name, owners, str(settings), layer] = (bool(close.all()), int(unequal.sum()), moved)
     return worst
 
 
@@ -171,9 +176,8 @@ def check_steps(cases):
 def test_lookups_and_updates_are_those_of_the_whole_table(world, cases):
     first, *others = run_ranks(check_steps, world, cases)
     assert all(other == first for other in others)
-    for (_, _, settings, _), (error, moved) in first.items():
-        assert moved > 0.01
-        assert error < (5e-3 if "bfloat16" in settings else 2e-6), (settings, error)
+    for case, (close, unequal, moved) in first.items():
+        assert close and unequal <= 2 and moved > 0.01, (case, unequal, moved)
 
 
 def float8_steps():
@@ -239,23 +243,57 @@ def overlapped():
 
 
 def held():
-    """On a rank: bytes that a step holds of rows, gradients and numbers, and the plan's bound."""
+    """On a rank: the most bytes that torch had allocated beside the tables during a step of many micro-batches, and the
+    plan's bound. The values that a layer reads, and their gradients, are activations: one micro-batch's at a time.
+    """
     from megatron_dsv41.experiments.memory import engram_step_bytes
 
-    exchange, rank = opened(2), dist.get_rank()
-    step = exchange.announce(batches(0, rank), training=True)
-    exchange.begin(step)
-    for fetched in step.batches:
-        for rows in fetched.values():
-            rows.read().sum().backward()
-    tensors = [window.reply.buffer for window in step.windows] + [g.take() for g in step.gradients.values()]
-    tensors += [rows.slots_TC for fetched in step.batches for rows in fetched.values()]
-    tensors += [rows.merge.order_E for fetched in step.batches for rows in fetched.values()]
-    distinct = sum(len(gradient.ids_U) for gradient in step.gradients.values())
-    entries = sum(rows.slots_TC.numel() for fetched in step.batches for rows in fetched.values())
-    exchange.start_return()
-    exchange.finish_return()
-    return sum(t.nbytes for t in tensors), engram_step_bytes(distinct, entries, DIM, exchange.form.width)
+    exchange, rank, count = opened(2), dist.get_rank(), 40
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step = exchange.announce(batches(0, rank, count), training=True)
+        exchange.begin(step)
+        exchange.upcoming = exchange.announce(batches(1, rank, count), training=True)
+        for fetched in step.batches:
+            for rows in fetched.values():
+                rows.read().sum().backward()
+        exchange.start_return()
+        exchange.finish_return()
+        distinct = sum(len(gradient.ids_U) for gradient in step.gradients.values())
+        entries = sum(rows.places_TC.numel() for fetched in step.batches for rows in fetched.values())
+    results = profile.profiler.kineto_results
+    changes = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
+    peak = max(itertools.accumulate(changes))
+    return peak, engram_step_bytes(distinct, entries, DIM, exchange.form.width)
+
+
+def waits():
+    """On a rank: operations between the beginning of a step and the return of gradients that would make the host wait
+    for a GPU, with a window of one micro-batch and with one for the step.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Waits(TorchDispatchMode):
+        names = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "equal")
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func._schema.name.removeprefix("aten::")
+            if name.startswith(self.names):
+                found.append(name)
+            return func(*args, **(kwargs or {}))
+
+    found = []
+    for window in (1, None):
+        exchange = opened(2, table="float8", window=window)
+        step = exchange.announce(batches(0, dist.get_rank()), training=True)
+        exchange.begin(step)
+        with Waits():
+            for number, fetched in enumerate(step.batches):
+                exchange.reached(step, number)
+                for rows in fetched.values():
+                    rows.read().sum().backward()
+            exchange.start_return()
+        exchange.finish_return()
+    return found
 
 
 def profiled():
@@ -268,22 +306,23 @@ def profiled():
 
 
 def watch():
-    return overlapped(), held(), profiled()
+    return overlapped(), held(), profiled(), waits()
 
 
 @pytest.mark.ranks(2)
 def test_the_next_steps_rows_are_in_flight_and_cost_what_is_planned():
     from megatron_dsv41.backends.megatron.engram_window import FETCH, RETURN, WAIT
 
-    for fetches, (found, planned), ranges in run_ranks(watch, 2):
+    for fetches, (found, planned), ranges, waiting in run_ranks(watch, 2):
         assert all(in_flight for in_flight, _ in fetches)
         hidden, exposed = ([times for _, times in fetches[first::2]] for first in (0, 1))
         # The best of three: a busy machine may keep a rank waiting for other reasons.
         assert min(times["engram_fetch_exposed_ms"] for times in hidden) < 250
         assert max(times["engram_fetch_hidden_ms"] for times in hidden) > 350
         assert max(times["engram_fetch_exposed_ms"] for times in exposed) > 300
-        assert 0.8 * planned < found <= planned
+        assert 0.7 * planned < found <= planned
         assert {FETCH, WAIT, RETURN} <= ranges
+        assert waiting == []
 
 
 def wrong(kind):

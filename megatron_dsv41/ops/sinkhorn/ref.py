@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_dsv41.optim.row_blocks import gradient_rows, row_blocks
+from megatron_dsv41.ops.row_blocks import gradient_rows, row_blocks
 
 ReadRows = Callable[[slice], Tensor]
 
@@ -93,19 +93,22 @@ def sinkhorn_update(
     weight: Tensor,
     grad: Tensor,
     momentum: Tensor,
-    balance: Callable[..., Balance] = Balance,
     *,
     lr: float,
     beta: float = 0.95,
     rms: float = 0.18,
+    total_rows: int | None = None,
+    steps: int = 11,
+    threshold: float = 1e-3,
+    eps: float = 1e-20,
+    reduce: Callable[[Tensor], Tensor] = _alone,
 ) -> None:
     """One step in place: M <- beta M + (1 - beta) G; W <- W - lr rms balance(beta M + (1 - beta) G).
 
     The average form, unlike Muon's sum. grad: dense or row-sparse (`row_sparse`), on the device that computes; weight
     and momentum may lie elsewhere. Both may be stored in bf16: the step then uses the unrounded momentum, and rounds
-    each once, when it is written. Nothing of the size of `weight` is allocated.
+    each once, when it is written. Nothing of the size of `weight` is allocated. The rest is `Balance`'s.
     """
-    shape = (weight.shape[0], weight.shape[1])
     wide, gradient = torch.promote_types(grad.dtype, torch.float32), gradient_rows(grad)
 
     def moved(rows: slice) -> tuple[Tensor, Tensor]:
@@ -116,7 +119,16 @@ def sinkhorn_update(
         new, pulled = moved(rows)
         return new * beta + pulled
 
-    found = balance(update, shape, torch.empty(0, dtype=wide, device=grad.device))
+    found = Balance(
+        update,
+        (weight.shape[0], weight.shape[1]),
+        torch.empty(0, dtype=wide, device=grad.device),
+        total_rows=total_rows,
+        steps=steps,
+        threshold=threshold,
+        eps=eps,
+        reduce=reduce,
+    )
     for rows in found.blocks:
         step = found.rows(rows)  # reads the old momentum
         momentum[rows] = moved(rows)[0].to(momentum.device, momentum.dtype)

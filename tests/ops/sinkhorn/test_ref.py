@@ -1,12 +1,10 @@
 """The balanced update against a dense fp64 implementation that rewrites the matrix at every step."""
 
-import functools
-
 import pytest
 import torch
 
-from megatron_dsv41.optim.row_blocks import row_sparse
-from megatron_dsv41.optim.sinkhorn import Balance, sinkhorn_update
+from megatron_dsv41.ops.row_blocks import row_sparse
+from megatron_dsv41.ops.sinkhorn.ref import Balance, sinkhorn_update
 
 
 def sinkhorn_balance(update, **settings):
@@ -101,7 +99,7 @@ def test_bf16_momentum_rounds_only_what_is_kept():
 
 
 def test_row_sparse_gradient_is_its_dense_form(monkeypatch):
-    monkeypatch.setattr("megatron_dsv41.optim.row_blocks.BLOCK_ELEMENTS", 64)  # ten rows of six
+    monkeypatch.setattr("megatron_dsv41.ops.row_blocks.BLOCK_ELEMENTS", 64)  # ten rows of six
     grad, start = random_table(30, 6), random_table(30, 6, 1)
     ids = grad.any(1).nonzero()[:, 0]
     one, two, first, second = start.clone(), start.clone(), start * 0.1, start * 0.1
@@ -121,7 +119,7 @@ def test_bf16_weight_is_rounded_once():
     assert torch.equal(short, wide.bfloat16()) and not torch.equal(short, start)
 
 
-def test_no_buffer_of_the_tables_size():
+def test_no_buffer_of_the_tables_size(monkeypatch):
     """Peak memory beside the table and its momentum: some blocks and one scale per row, at any number of rows."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -139,6 +137,7 @@ def test_no_buffer_of_the_tables_size():
     ids = torch.arange(0, rows, 100)
     grad = row_sparse(ids, torch.randn(len(ids), cols), rows)
     weight, momentum = torch.randn(rows, cols), torch.zeros(rows, cols)
+    monkeypatch.setattr("megatron_dsv41.ops.row_blocks.BLOCK_ELEMENTS", block)
     with Largest() as seen:
-        sinkhorn_update(weight, grad, momentum, functools.partial(Balance, block_elements=block), lr=0.1)
+        sinkhorn_update(weight, grad, momentum, lr=0.1)
     assert seen.numel == rows  # row scales; a block has 1024 elements, the table 64,000
