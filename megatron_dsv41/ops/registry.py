@@ -96,6 +96,7 @@ PROVIDERS: dict[str, dict[str, str]] = {
     "routing.experts": {
         "ref": "megatron_dsv41.ops.routing.ref:experts",
         "grouped": "megatron_dsv41.ops.routing.grouped:experts",
+        "grouped_fp8": "megatron_dsv41.ops.routing.grouped_fp8:experts",
     },
     "routing.spread_rows": {
         "ref": "megatron_dsv41.ops.routing.ref:spread_rows",
