@@ -21,6 +21,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "parallel": {},
     "phase": {},
     "ops": {},
+    "precision": {},
 }
 
 
@@ -62,6 +63,7 @@ class RunPhase:
     parallel: dict[str, Any] = dataclasses.field(default_factory=dict)
     phase: dict[str, Any] = dataclasses.field(default_factory=dict)
     ops: dict[str, Any] = dataclasses.field(default_factory=dict)
+    precision: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -21,6 +21,7 @@ from megatron_dsv41.config import DSV41Config, nearest
 from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.phase import Phase
 from megatron_dsv41.phase_list import RunPhase, check_names
+from megatron_dsv41.precision import Precision
 from megatron_dsv41.recipes import on_recipe
 from megatron_dsv41.typed_yaml import apply_override, build, copied, plain, read_yaml
 
@@ -260,6 +261,7 @@ class Run:
     phase: Phase = dataclasses.field(default_factory=Phase)
     phases: tuple[RunPhase, ...] = ()
     ops: dict[str, str] = dataclasses.field(default_factory=dict)
+    precision: Precision = dataclasses.field(default_factory=Precision)
     parallel: Parallel = dataclasses.field(default_factory=Parallel)
     engram: Engram = dataclasses.field(default_factory=Engram)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)

@@ -24,12 +24,15 @@ import torch
 import yaml
 from torch.utils.checkpoint import checkpoint
 
+from megatron_dsv41.backends.te.machine import low_precision
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.experiments.flops import count_parameters, flops_per_token
 from megatron_dsv41.experiments.memory import Layout, memory_per_rank
+from megatron_dsv41.modules.primitives import TorchPrimitives
 from megatron_dsv41.modules.transformer import Transformer, make_batch, one_document_per_row
 from megatron_dsv41.ops.registry import Ops, read_choice
 from megatron_dsv41.phase import Phase
+from megatron_dsv41.precision import Precision
 from megatron_dsv41.presets import PRESETS
 from megatron_dsv41.run_config import Recompute
 from megatron_dsv41.testing.bench import table
@@ -48,6 +51,9 @@ def main() -> None:
         "--index-loss", choices=("off", "sparse"), default="off", help="indexer objective (default off)"
     )
     parser.add_argument("--model", nargs="+", default=[], metavar="KEY=VALUE", help="change the preset's settings")
+    parser.add_argument(
+        "--fp8", choices=("off", "delayed", "current", "block", "mxfp8"), default="off", help="linears (default off)"
+    )
     parser.add_argument("--recompute", choices=("none", "block"), default="none", help="(default none)")
     parser.add_argument("--gradients", choices=("new", "added"), default="added", help="(default added)")
     parser.add_argument("--repeats", type=int, default=7)
@@ -64,6 +70,7 @@ def main() -> None:
         torch.device(args.device),
         adds=args.gradients == "added",
         recompute=args.recompute,
+        precision=Precision(fp8=args.fp8),
     )
     found = step.measure(args.repeats)
     print(step.model.ops.table())
@@ -89,6 +96,7 @@ class Step:
         *,
         adds: bool = True,
         recompute: Recompute = "none",
+        precision: Precision | None = None,
     ):
         self.phase, self.tokens, self.device = phase, tokens, device
         self.adds = adds
@@ -96,8 +104,9 @@ class Step:
         self.config = config.with_overrides({"dtype": "bfloat16"}) if device.type == "cuda" else config
         token_map = torch.arange(self.config.vocab_size, device=device) % self.config.engram_compressed_vocab_size
         torch.manual_seed(0)
+        primitives = TorchPrimitives(self.config, ops, substitute=low_precision(self.config, precision or Precision()))
         with device:
-            self.model = Transformer(self.config, token_map, phase=phase, ops=ops)
+            self.model = Transformer(self.config, token_map, phase=phase, ops=ops, primitives=primitives)
         if recompute == "block":
             for block in self.model.layers:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

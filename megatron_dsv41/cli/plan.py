@@ -21,6 +21,7 @@ from megatron_dsv41.experiments.planning import (
     describe_memory,
     describe_model,
     describe_optimizer,
+    describe_precision,
     describe_traffic,
 )
 from megatron_dsv41.optim.groups import group_parameters
@@ -75,6 +76,8 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
         state = sum(group["state_bytes"] * group["parameters"] for group in groups)
         layout = dataclasses.replace(layout, state_bytes=state / sum(group["parameters"] for group in groups))
     report["memory"] = describe_memory(config, layout)
+    if first.precision.name is not None:
+        report["precision"] = describe_precision(config, first.precision, first.parallel.tp)
     if planned.parallel.engram is not None:
         report["engram"] = _describe_owners(planned, layout)
     if planned.phases:
@@ -250,6 +253,10 @@ def _print(report: dict[str, Any]) -> None:
         console.print(f"[bold]{title}[/bold]")
         console.print(table)
         console.print()
+    if "precision" in report:
+        console.print(f"[bold]Linears in {report['precision']['recipe']}[/bold] ({report['precision']['needs']})")
+        console.print(_precision_table(report["precision"]["linears"]))
+        console.print()
     if report["cuts"]:
         interleaved = report["memory"]["layout"]["virtual"] > 1
         title = "Pipeline cuts, bytes per token" + (" (every hop is filled up to the longest)" if interleaved else "")
@@ -309,6 +316,11 @@ def _layer_table(layers: list[dict[str, Any]]) -> Any:
         previous = facts
     columns = ("layer", "kind", "ratio", "KV of", "top-k of", "Engram", "pool", "crosses a cut before it", "B/token")
     return _table(columns, rows, left=(0, 1, 5, 6, 7))
+
+
+def _precision_table(linears: list[dict[str, Any]]) -> Any:
+    rows = [(row["role"], row["multiplies_in"], row["inputs"], row["outputs"], row["reason"]) for row in linears]
+    return _table(("role", "multiplies in", "inputs", "outputs of a rank", "because"), rows, left=(0, 1, 4))
 
 
 def _cut_table(cuts: list[dict[str, Any]], interleaved: bool) -> Any:

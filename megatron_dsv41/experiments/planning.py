@@ -20,6 +20,7 @@ from megatron_dsv41.optim.groups import ParameterGroup
 from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.parallel.payload import Crossing, Lengths
 from megatron_dsv41.phase import Phase
+from megatron_dsv41.precision import KEPT, RECIPES, Precision, describe_capability, linear_roles, low_roles
 
 
 def describe_model(config: DSV41Config, phase: Phase, seq_length: int) -> dict[str, Any]:
@@ -135,3 +136,26 @@ def describe_memory(config: DSV41Config, layout: Layout) -> dict[str, Any]:
         "layout": dataclasses.asdict(layout) | {"world": layout.world},
         "stages": [dataclasses.asdict(stage) | {"total": stage.total} for stage in stages],
     }
+
+
+def describe_precision(config: DSV41Config, precision: Precision, tensor: int) -> dict[str, Any]:
+    """Which linears multiply in low precision, with their sizes on one of `tensor` ranks; which do not, and why."""
+    assert precision.name is not None
+    recipe, low = RECIPES[precision.name], low_roles(config, precision)
+    rows: list[dict[str, Any]] = []
+    for role, linear in linear_roles(config).items():
+        rows.append(
+            {
+                "role": role,
+                "multiplies_in": precision.name if role in low else "bf16",
+                "inputs": linear.d_in // (tensor if linear.split == "row" else 1),
+                "outputs": linear.d_out // (tensor if linear.split == "column" else 1),
+                "reason": "" if role in low else "not in precision.roles",
+            }
+        )
+    rows += [
+        {"role": role, "multiplies_in": "as without", "inputs": None, "outputs": None, "reason": why}
+        for role, why in KEPT.items()
+    ]
+    needs = f"scales: {recipe.scales}; needs transformer-engine, compute capability {describe_capability(recipe)}"
+    return {"recipe": precision.name, "needs": needs, "linears": rows}

@@ -6,6 +6,7 @@ precision it multiplies. `TorchPrimitives` is the plain single-process choice an
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -101,6 +102,10 @@ class Primitives(Protocol):
 
     def both(self, communicates: Callable[[], Tensor], computes: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """The results of two functions that do not need each other, of which the first waits for other processes."""
+        ...
+
+    def forward_pass(self) -> contextlib.AbstractContextManager[Any]:
+        """Entered around the layers of one forward pass."""
         ...
 
     def parameter(self, value: Tensor, role: str) -> nn.Parameter:
@@ -220,11 +225,25 @@ class Experts(nn.Module):
         return y_TD
 
 
-class TorchPrimitives:
-    """Plain torch modules of one process."""
+class Substitute(Protocol):
+    """What may take the place of linears, such as products in low precision."""
 
-    def __init__(self, config: DSV41Config, ops: Ops, *, dense_experts: bool = False):
-        self.config, self.ops, self.dense_experts = config, ops, dense_experts
+    def __call__(self, role: str, linear: Linear) -> nn.Module:
+        """A module with the parameter of `linear`, or `linear` itself."""
+        ...
+
+    def forward_pass(self) -> contextlib.AbstractContextManager[Any]:
+        """See Primitives."""
+        ...
+
+
+class TorchPrimitives:
+    """Plain torch modules of one process; `substitute` may replace linears by role."""
+
+    def __init__(
+        self, config: DSV41Config, ops: Ops, *, dense_experts: bool = False, substitute: Substitute | None = None
+    ):
+        self.config, self.ops, self.dense_experts, self.substitute = config, ops, dense_experts, substitute
 
     @property
     def dtype(self) -> torch.dtype:
@@ -237,7 +256,15 @@ class TorchPrimitives:
 
     def linear(self, role: str, d_in: int, d_out: int, fp32: bool = False) -> nn.Module:
         """See Primitives."""
-        return Linear(d_in, d_out, self.dtype, self.config.initializer_range, self.ops, fp32)
+        return self.substituted(role, Linear(d_in, d_out, self.dtype, self.config.initializer_range, self.ops, fp32))
+
+    def substituted(self, role: str, linear: Linear) -> nn.Module:
+        """What multiplies in the place of `linear`."""
+        return linear if self.substitute is None else self.substitute(role, linear)
+
+    def forward_pass(self) -> contextlib.AbstractContextManager[Any]:
+        """See Primitives."""
+        return contextlib.nullcontext() if self.substitute is None else self.substitute.forward_pass()
 
     def grouped_linear(self, role: str, groups: int, d_in: int, d_out: int) -> nn.Module:
         """See Primitives."""

@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.ops = config, ops or Ops()
         phase = phase or Phase()
-        primitives = primitives or TorchPrimitives(config, self.ops)
+        self.primitives = primitives = primitives or TorchPrimitives(config, self.ops)
         self.engram_hash = EngramHash(config, token_map, self.ops["engram.hash"])
         self.embed = primitives.embedding(config.vocab_size, config.hidden_size)
         plans = plan_layers(config)
@@ -161,10 +161,11 @@ class Transformer(nn.Module):
         embedded_SBD = self.embed(input_ids_BS).transpose(0, 1)
         streams_SBND, pre_mix_SBN = open_streams(embedded_SBD, self.config.hc_mult)
         state, entering, aux = SharedState(), [], []
-        for block in self.layers:
-            entering.append(streams_SBND)
-            streams_SBND, pre_mix_SBN, state, layer_aux = block(streams_SBND, pre_mix_SBN, state, batch)
-            aux.append(layer_aux)
+        with self.primitives.forward_pass():
+            for block in self.layers:
+                entering.append(streams_SBND)
+                streams_SBND, pre_mix_SBN, state, layer_aux = block(streams_SBND, pre_mix_SBN, state, batch)
+                aux.append(layer_aux)
         hidden_SBD = self.norm(self.ops["mhc.collapse"](streams_SBND, pre_mix_SBN))
         return hidden_SBD, Aux.stack(aux), entering
 

@@ -152,3 +152,15 @@ def test_run_learning_rate_never_leaves_its_bounds():
     rates = [run.learning_rate(step) for step in range(1, 51)]
     assert max(rates) == run.optimizer.lr
     assert rates[30:] == [1e-6] * 20
+
+
+def test_low_precision_shows_every_linear_and_refuses_what_the_start_would(capsys):
+    report = planned(capsys, "--preset", "flash", "parallel.tp=2", "precision.fp8=block", "precision.roles=[attn.*]")
+    rows = {row["role"]: row for row in report["precision"]["linears"]}
+    assert rows["attn.wq_b"]["multiplies_in"] == "block" and rows["attn.wq_b"]["outputs"] == 16384
+    assert rows["ffn.shared_experts.w2"]["multiplies_in"] == "bf16" and rows["ffn.shared_experts.w2"]["inputs"] == 1152
+    assert rows["head"]["reason"] == "logits are fp32"
+    assert "compute capability 9.0 or higher" in report["precision"]["needs"]
+    assert "precision" not in planned(capsys, "--preset", "flash")
+    assert main(["plan", "--preset", "flash", "precision.fp8=block", "train.precision=fp32"]) == 2
+    assert "it needs train.precision=bf16" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from megatron_dsv41.backends.megatron.layouts import stage_layers
 from megatron_dsv41.config import DSV41Config, nearest
 from megatron_dsv41.parallel.stages import layout_string
 from megatron_dsv41.phase import Phase
+from megatron_dsv41.precision import Precision
 from megatron_dsv41.run_config import Parallel, Recompute, Run
 
 
@@ -23,6 +24,7 @@ class DSV41TransformerConfig(TransformerConfig):
 
     architecture: DSV41Config | None = None
     phase: Phase = dataclasses.field(default_factory=Phase)
+    precision: Precision = dataclasses.field(default_factory=Precision)
     ops: dict[str, str] = dataclasses.field(default_factory=dict)
     recompute_kind: Recompute = "none"
     overlap_shared_expert: bool = False
@@ -34,7 +36,9 @@ class DSV41TransformerConfig(TransformerConfig):
 REFUSED = {
     "async-save": "a checkpoint is moved into place when it is complete, which an asynchronous save never reports",
     "calculate-per-token-loss": "the loss is already the mean over the valid tokens of the whole step",
-    "transformer-impl": "the model is built from this package's own parallel linears, not from Transformer Engine's",
+    "transformer-impl": "the model is built from this package's own modules; precision.* asks for Transformer Engine",
+    **dict.fromkeys(("fp8-format", "fp8-recipe"), "set precision.fp8"),
+    **dict.fromkeys(("fp4-format", "fp4-recipe"), "set precision.fp4"),
     "fp16": "the model trains in bf16 or fp32; set train.precision",
     "optimizer": "set optimizer.name",
     "use-distributed-optimizer": "optimizer.name decides: ours divides its state itself and needs whole gradients",
@@ -210,6 +214,7 @@ def transformer_config(run: Run, arguments: Any) -> DSV41TransformerConfig:
     config: Any = core_transformer_config_from_args(arguments, DSV41TransformerConfig)
     config.architecture = run.architecture()
     config.phase = run.phase
+    config.precision = run.precision
     config.ops = dict(run.ops)
     config.seed = run.train.seed
     config.engram_owners = run.parallel.engram

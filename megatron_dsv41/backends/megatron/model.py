@@ -128,7 +128,8 @@ class DSV41Model(LanguageModule):
         if self.layers:
             kept = self.recompute != "full"
             values = (streams_SBND, pre_mix_SBN, state, batch)
-            streams_SBND, pre_mix_SBN, state, aux = run_kept(kept, self._run_layers, *values)
+            with self.primitives.forward_pass():
+                streams_SBND, pre_mix_SBN, state, aux = run_kept(kept, self._run_layers, *values)
             streams_SBND = self._account(streams_SBND, aux)
         if self.after is not None:
             return self._codec(self.after).pack(streams_SBND, pre_mix_SBN, state)

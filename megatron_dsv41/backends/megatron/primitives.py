@@ -1,7 +1,7 @@
 """The model's parts by role, for Megatron: which weight is split over which group, and where tokens move.
 
-Names of splits: a column is split along its output (heads, inner width), a row along its input. What is in neither
-table is whole on every rank.
+Names of splits (`precision.linear_roles`): a column is split along its output (heads, inner width), a row along its
+input. What is neither is whole on every rank.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
 from megatron_dsv41.backends.megatron.experts import DispatchedExperts, LocalExperts
 from megatron_dsv41.backends.megatron.layout import Cut, Layout, mark
 from megatron_dsv41.backends.megatron.recompute import run_kept
+from megatron_dsv41.backends.te.machine import low_precision
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.modules.engram import draw_rows
 from megatron_dsv41.modules.primitives import GroupedLinear, Head, Linear, Norm, Table, TorchPrimitives
@@ -27,9 +28,9 @@ from megatron_dsv41.ops.head.ref import VocabularyPart
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.parallel import sequence, tensor
 from megatron_dsv41.parallel.engram_rows import FetchedTable
+from megatron_dsv41.precision import Split, linear_roles
 
-COLUMN = {"attn.wq_b", "ffn.shared_experts.w1", "ffn.shared_experts.w3"}
-ROW = {"attn.wo_b", "ffn.shared_experts.w2"}
+SIDES: dict[Split | None, int] = {"column": 0, "row": 1}
 SPLIT_AXES = {"heads", "groups"}
 # These meet tokens as they are kept between sites.
 BETWEEN_SITES = ("attn_norm", "ffn_norm", "norm", "attn_hc.", "ffn_hc.", "engram.")
@@ -46,8 +47,11 @@ class MegatronPrimitives(TorchPrimitives):
         megatron: DSV41TransformerConfig,
         groups: ProcessGroupCollection,
     ):
-        super().__init__(config, ops)
+        super().__init__(
+            config, ops, substitute=low_precision(config, megatron.precision, getattr(groups, "tp_dp_cp", None))
+        )
         self.layout, self.megatron, self.groups = layout, megatron, groups
+        self.splits: dict[str, Split | None] = {role: row.split for role, row in linear_roles(config).items()}
 
     def local(self, axis: str, size: int) -> int:
         """Heads and output groups are split over tp."""
@@ -55,10 +59,9 @@ class MegatronPrimitives(TorchPrimitives):
 
     def linear(self, role: str, d_in: int, d_out: int, fp32: bool = False) -> nn.Module:
         """See Primitives."""
-        part = super().linear(role, d_in, d_out, fp32)
-        assert isinstance(part, Linear)
-        self._cut(part, role, 0 if role in COLUMN else 1 if role in ROW else None)
-        return part
+        part = Linear(d_in, d_out, self.dtype, self.config.initializer_range, self.ops, fp32)
+        self._cut(part, role, SIDES.get(self.splits.get(role)))
+        return self.substituted(role, part)
 
     def grouped_linear(self, role: str, groups: int, d_in: int, d_out: int) -> nn.Module:
         """Whole groups are split over tp."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from megatron_dsv41.backends.megatron.layouts import check_layout, plan_crossings, sequence_pieces
 from megatron_dsv41.ops.registry import choose
+from megatron_dsv41.precision import check_sizes
 from megatron_dsv41.run_config import Run
 
 
@@ -14,6 +15,7 @@ def check_settings(run: Run, world_size: int) -> int:
     """Data-parallel size of a phase of a run on `world_size` processes. ValueError for what this backend cannot do."""
     refuse_unsupported(run)
     check_rounding(run)
+    check_precision(run)
     choose(run.ops)
     return check_world(run, world_size)
 
@@ -87,3 +89,26 @@ def check_rounding(run: Run) -> None:
         raise ValueError(
             "phase.quantized_weights rounds after a step has ended: leave megatron.overlap_param_gather out"
         )
+
+
+def check_precision(run: Run) -> None:
+    """ValueError when linears cannot multiply in the precision that the run asks for, whatever the machine."""
+    precision, parallel, config = run.precision, run.parallel, run.architecture()
+    if precision.name is not None:
+        if run.train.precision != "bf16":
+            raise ValueError(f"{precision.asked} rounds bf16 operands: it needs train.precision=bf16")
+        if precision.name == "delayed" and run.train.recompute != "none":
+            raise ValueError(
+                f"{precision.asked} takes note of largest values in every forward pass and would count those of "
+                f"train.recompute={run.train.recompute} twice: set train.recompute=none or another recipe"
+            )
+        tokens = run.batch.micro * run.data.seq_length // parallel.cp
+        check_sizes(config, precision, parallel.tp, tokens, tokens // (parallel.tp if parallel.sp else 1))
+    if choose(run.ops)["routing.experts"] == "grouped_fp8":
+        inner = config.moe_intermediate_size // parallel.expert_tp
+        for name, size in (("hidden_size", config.hidden_size), ("moe_intermediate_size", inner)):
+            if size % 16:
+                raise ValueError(
+                    f"ops.routing.experts=grouped_fp8 multiplies multiples of 16, {name} is {size} on a rank: choose "
+                    "grouped"
+                )

@@ -44,6 +44,7 @@ from megatron_dsv41.backends.megatron.run_export import export_due, export_step
 from megatron_dsv41.backends.megatron.schedule import RunScheduler, check_thawing, clear_frozen, thaw
 from megatron_dsv41.backends.megatron.shadows import follow_after_steps, follow_owners
 from megatron_dsv41.backends.megatron.weight_rounding import round_after_steps, round_weights
+from megatron_dsv41.backends.te.machine import check_here
 from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.checkpoint.team import Team
 from megatron_dsv41.data.check import check_prepared
@@ -424,6 +425,7 @@ def check_settings(run: Run) -> int:
     """What can be found wrong without looking at files: ValueError. The data-parallel size."""
     data_parallel_size = settings.check_settings(run, torch.distributed.get_world_size())
     check_megatron_settings(run)
+    check_here(run.precision)
     Ops(run.ops)
     return data_parallel_size
 
