@@ -107,7 +107,6 @@ class Data:
     tokenizer: str | None = None  # folder or tokenizer.json; None: the one named by the prepared files
     seq_length: int
     packing: Literal["concat", "best_fit"] = "concat"  # documents end to end, cut anywhere; or whole ones, best-fit
-    workers: int = 0
     cache: str | None = None  # folder of Megatron's sample indices; None: inside the run's folder
 
     def __post_init__(self) -> None:

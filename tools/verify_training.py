@@ -3,15 +3,14 @@
     python tools/verify_training.py N [--steps 30] [--ops '*=hopper, triton, grouped, blocked, split'] [--jobs 3]
 
 bf16 weights and the given kernels; on CPUs with --precision fp32 and --ops '*=ref', the same over gloo. The noise band
-of a step is how far any two runs of one GPU have parted by then: the weights as drawn, and with every weight moved by
-one ulp of its dtype (3 seeds). A layout passes where it stays inside twice the band. Then each layout's checkpoint is
+(testing/noise.py) is that of four runs of one GPU: the weights as drawn, and with every weight moved by one ulp of its
+dtype (3 seeds). A layout passes where it stays inside twice the band. Then each layout's checkpoint is
 taken up by one GPU, and that of one GPU by each layout, for FURTHER steps. Exits with 1 where a layout does not pass.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import shutil
 import subprocess
@@ -28,6 +27,7 @@ from rich.table import Table
 from megatron_dsv41.backends.megatron import launch
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.run_config import Run
+from megatron_dsv41.testing.noise import noise_band
 from megatron_dsv41.testing.tiny_run import tiny_run, write_corpus
 
 FASTEST = "*=hopper, triton, grouped, blocked, split"
@@ -110,7 +110,7 @@ class Verification:
         if any(curve is None for curve in single):
             print(f"a run of one GPU failed: see {self.logs}", file=sys.stderr)
             return 1
-        band = np.maximum.accumulate(np.abs([a - b for a, b in itertools.combinations(single, 2)]).max(0))  # type: ignore[operator]
+        band = noise_band([curve for curve in single if curve is not None])
         crossings = [(name, changes) for name, changes in wanted.items() if name in started]
         with ThreadPoolExecutor(self.args.jobs) as pool:
             crossed = dict(zip([name for name, _ in crossings], pool.map(self.cross, crossings), strict=True))

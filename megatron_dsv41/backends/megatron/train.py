@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
+import signal
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 
@@ -17,12 +21,32 @@ def train(run: Run) -> int:
 
     ValueError for what the run asks wrongly, before the first step; NonFiniteLoss; OSError when a save fails.
     """
-    with quiet(run.logging.megatron):
+    with quiet(run.logging.megatron), gentle_interrupt():
         launch.prepare_process()
         with launch.world():
             from megatron_dsv41.backends.megatron import trainer
 
             return trainer.walk(run)
+
+
+@contextlib.contextmanager
+def gentle_interrupt() -> Iterator[None]:
+    """The first Ctrl-C asks as SIGTERM does: the step ends and a checkpoint is written. The second ends the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def ask(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        print("stopping after this step, with a checkpoint; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

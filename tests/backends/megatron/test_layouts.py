@@ -1,6 +1,5 @@
 """Whole training runs in other layouts than one process: same curve, and checkpoints that cross between them."""
 
-import itertools
 import shutil
 
 import numpy as np
@@ -12,6 +11,7 @@ from megatron_dsv41.checkpoint.convert import export_checkpoint
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.testing.distributed import run_ranks
 from megatron_dsv41.testing.layouts import CURVES, SHORT_CURVES
+from megatron_dsv41.testing.noise import noise_band
 from megatron_dsv41.testing.tiny_run import smooth, tiny_run
 
 # With an epsilon that keeps Adam from turning rounding noise into whole steps.
@@ -132,26 +132,28 @@ def train_nudged(folder, seed, *overrides):
 def test_fifty_steps_stay_in_the_band_of_rounding(tmp_path, record_property):
     """With every step function on, layouts part by no more than twice what one ulp in the weights does.
 
-    The band is how far any two runs of one process part: the weights as they are, and with three seeds of nudges.
+    The band is that of four runs of one process: the weights as they are, and with three seeds of nudges.
     """
     tiny_run(tmp_path)
-    work = ("phase.index_loss=sparse", "batch.micro=1", "optimizer.eps=1e-8", f"train.steps={BAND_STEPS}")
+    # Adam's epsilon stands above the rounding of a gradient, or first steps are signs of what is zero but for rounding.
+    work = ("phase.index_loss=sparse", "batch.micro=1", "optimizer.eps=1e-6", f"train.steps={BAND_STEPS}")
 
     def run(name, world, *overrides, function=train, before=()):
         there = tmp_path / name
-        found = run_ranks(function, world, tmp_path, *before, *work, *overrides, f"checkpoint.folder={there}")
+        given = (*before, *work, *overrides, f"checkpoint.folder={there}")
+        found = run_ranks(function, world, tmp_path, *given, timeout=900.0)
         assert found == [0] * world
         return np.array(losses(there))
 
     one = run("one", 1)
     runs = [one, *(run(f"seed{seed}", 1, function=train_nudged, before=(seed,)) for seed in range(3))]
-    deviations = np.abs([a - b for a, b in itertools.combinations(runs, 2)]).max(0)
-    band = np.maximum.accumulate(deviations)  # what has parted does not meet again but by chance
+    band = noise_band(runs)
     print("band of one ulp at steps 1, 2, 5, 10, 20, 50:", band[[0, 1, 4, 9, 19, 49]])
     for name in ("tp=2,sp", "pp=2", "cp=2", "ep=2", "cp=2,pp=2,shadows=always"):
         world, layout = CURVES[name]
         apart = np.abs(run(name, world, *layout) - one)
         print(f"{name}: {apart[[0, 1, 4, 9, 19, 49]]}, largest share of the band {(apart / band).max():.2f}")
+        assert apart[0] <= 1e-5 * one[0], name
         assert (apart <= 2 * band).all(), name
         record_property("band", name)
 

@@ -173,15 +173,17 @@ def check_resumes(work, uninterrupted, after):
     assert not (Path(folder) / checkpoints.STAGING).exists()
 
 
-def test_sigterm_saves_and_ends_well(home, uninterrupted):
-    work = settings(home, "stopped", "checkpoint.interval=null")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_well(home, uninterrupted, number):
+    name = f"stopped-{number.name}"
+    work = settings(home, name, "checkpoint.interval=null")
     with Ranks(train, 2, *work, "batch.micro=1") as ranks:
-        ranks.wait_until(lambda: 2 in losses(home / "stopped"))
-        ranks.signal(signal.SIGTERM)
+        ranks.wait_until(lambda: 2 in losses(home / name))
+        ranks.signal(number)
         assert ranks.results() == [0, 0]
-    (step,) = checkpoints.complete_steps(home / "stopped")
-    assert step == max(losses(home / "stopped")) < STEPS
-    assert (home / "stopped" / checkpoints.TRACKER).read_text() == str(step)
+    (step,) = checkpoints.complete_steps(home / name)
+    assert step == max(losses(home / name)) < STEPS
+    assert (home / name / checkpoints.TRACKER).read_text() == str(step)
 
 
 def bf16_state(*work):
