@@ -98,8 +98,11 @@ def test_a_model_learns_as_in_bf16(recipe):
     config = tiny().with_overrides({"dtype": "bfloat16"})
     ids = torch.randint(4, 90, (2, 64), generator=torch.Generator().manual_seed(0)).cuda()
 
-    def losses(precision):
+    def losses(precision, noise=0.0):
         model = model_of(config, precision, Ops({"*": "triton, grouped", "csa2": "ref"})).cuda()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + noise * (torch.rand_like(parameter, dtype=torch.float32) - 0.5))
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
         found = []
         for _ in range(30):
@@ -112,9 +115,9 @@ def test_a_model_learns_as_in_bf16(recipe):
 
     bf16, low = losses(Precision()), losses(Precision(fp8=recipe))
     assert bf16[-1] < 0.7 * bf16[0]
-    assert not torch.equal(bf16, low)
-    # Mean distance of the curves in nats, against what the run gains.
-    assert (bf16 - low).abs().mean() < 0.05 * (bf16[0] - bf16[-1]), (bf16[::5], low[::5])
+    # Routing and selection turn roundings into jumps: curves are held against what one rounding of the weights does.
+    band = (bf16 - losses(Precision(), noise=2.0**-8)).abs().mean()
+    assert 0 < (bf16 - low).abs().mean() < 3 * band, (bf16[::5], low[::5], band)
 
 
 def test_what_the_package_refuses_is_said(without_a_gpu, monkeypatch):
