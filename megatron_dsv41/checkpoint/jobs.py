@@ -172,7 +172,7 @@ def _finish(job: Job, work: Path, target: Path) -> None:
 @contextlib.contextmanager
 def _opened(job: Job, work: Path, writer: ShardWriter) -> Generator[frozenset[int]]:
     """Make and hold the work folder; yields the units that an earlier run of the same job finished."""
-    if work.exists() and not (work.is_dir() and ((work / JOB).exists() or not any(work.iterdir()))):
+    if work.exists() and not (work.is_dir() and ((work / JOB).exists() or _is_whole(work, writer))):
         raise ValueError(f"{work} exists and is not an unfinished conversion: remove it first")
     work.parent.mkdir(parents=True, exist_ok=True)
     written = sum(p.stat().st_blocks * 512 for p in work.iterdir()) if work.exists() else 0
@@ -187,7 +187,7 @@ def _opened(job: Job, work: Path, writer: ShardWriter) -> Generator[frozenset[in
         file.seek(0)
         found = file.read()
         (work / STOP).unlink(missing_ok=True)
-        if job.identity is None:
+        if job.identity is None or not found:
             _empty(work)
         elif found == digest:
             yield frozenset[int]().union(*(_finished(log) for log in work.glob(LOGS)))
@@ -200,6 +200,12 @@ def _opened(job: Job, work: Path, writer: ShardWriter) -> Generator[frozenset[in
         file.flush()
         os.fsync(file.fileno())
         yield frozenset()
+
+
+def _is_whole(work: Path, writer: ShardWriter) -> bool:
+    """Empty, or with every file at its full length: of a conversion that was killed right before it got its name."""
+    sizes = {path.name: path.stat().st_size for path in work.iterdir()}
+    return not sizes or all(sizes.get(file) == size for file, size in writer.sizes.items())
 
 
 def _empty(work: Path) -> None:

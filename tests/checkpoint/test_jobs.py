@@ -91,6 +91,24 @@ def test_remains_of_another_job_are_refused(tmp_path):
     assert (tmp_path / "out.incomplete" / JOB).exists()
 
 
+def test_killed_right_before_it_gets_its_name_it_starts_over(tmp_path, monkeypatch):
+    """Nothing but the name is missing then, and nothing says any more whose work it was."""
+
+    def die(*_: object) -> None:
+        raise OSError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", die)
+        with pytest.raises(OSError, match="killed"):
+            run_job(make_job(tmp_path / "out", writing_units([])), workers=1, progress=False)
+    work = tmp_path / "out.incomplete"
+    assert [path.name for path in work.iterdir()] == [SINGLE] and not (tmp_path / "out").exists()
+    (work / "tokenizer.json").write_text("of other options")
+    ran: list[int] = []
+    run_job(make_job(tmp_path / "out", writing_units(ran), identity="other"), workers=1, progress=False)
+    assert ran == list(range(8)) and [path.name for path in (tmp_path / "out").iterdir()] == [SINGLE]
+
+
 def test_job_without_identity_starts_over(tmp_path):
     with pytest.raises(OSError, match="stopped"):
         run_job(make_job(tmp_path / "out", writing_units([], fail_at=5)), workers=1, progress=False)
