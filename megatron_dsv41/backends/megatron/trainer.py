@@ -489,6 +489,16 @@ def _check_same_optimizer(run: Run, stored: Path) -> None:
                 f"checkpoint.folder {stored.parent} was trained with {setting}={was}, whose state {setting}={now} "
                 f"cannot continue: set {setting}={was}, or start another folder from its weights with train.init_from"
             )
+    if _trains_indexers(run) and not _trains_indexers(before):
+        raise ValueError(
+            f"checkpoint.folder {stored.parent} was trained with phase.index_loss=off, and holds no optimizer state of "
+            "indexers: start another folder from its weights with train.init_from; within one run, list its phases"
+        )
+
+
+def _trains_indexers(run: Run) -> bool:
+    """In any phase; only then have they gradients, and state."""
+    return any(leg.run.phase.index_loss != "off" for leg in run.legs)
 
 
 def open_corpus(run: Run) -> Corpus:

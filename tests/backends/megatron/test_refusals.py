@@ -142,6 +142,13 @@ def test_resume_at_another_rate(home):
         assert [row["lr"] for row in read_metrics(folder)] == pytest.approx([1e-2, 4e-3])
 
 
+def test_resume_with_indexers_that_were_never_trained(home):
+    """Their optimizer state is in no checkpoint of the run; nobody is told to delete a good one."""
+    with pytest.raises(AssertionError, match="with phase.index_loss=off, and holds no optimizer state of") as e:
+        run_ranks(train, 1, home, "train.steps=4", "batch.micro=4", "phase.index_loss=sparse")
+    assert "delete" not in str(e.value)
+
+
 def test_damaged_checkpoint(home):
     folder = home / "damaged"
     shutil.copytree(home / "run", folder)
