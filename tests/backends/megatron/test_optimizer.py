@@ -12,6 +12,7 @@ from megatron_dsv41.checkpoint.mapping import bind, parameter_bindings
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.optim.optimizer import whole_optimizer
 from megatron_dsv41.testing.distributed import run_ranks
+from megatron_dsv41.testing.layouts import CURVES
 from megatron_dsv41.testing.tiny_run import smooth, tiny_run
 
 SMOOTH = smooth()
@@ -215,10 +216,10 @@ def test_resume_is_bitwise(home, precision):
     assert rows[0][3] == rows[1][3] and rows[0][4] == rows[1][4]
 
 
-def check_curves(home, layouts):
+def check_curves(home, layouts, prefix="curve"):
     rows = []
     for number, (world, overrides) in enumerate(layouts):
-        name = f"curve_{number}"
+        name = f"{prefix}_{number}"
         assert (
             run_ranks(train, world, *run_settings(home, name, "optimizer.name=published", *SMOOTH, *overrides))
             == [0] * world
@@ -233,6 +234,14 @@ def test_curves_of_layouts_agree(home):
     assert data == pytest.approx(one, rel=1e-4)
     assert overlapped == data
     assert split == pytest.approx(one, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_curves_of_every_layout_agree(home):
+    one, *others = check_curves(home, [(1, ()), *CURVES.values()], "every")
+    for name, found in zip(CURVES, others, strict=True):
+        print(f"{name}: {max(abs(a / b - 1) for a, b in zip(found, one, strict=True)):.1e}")
+        assert found == pytest.approx(one, rel=1e-2), name
 
 
 def test_state_of_another_optimizer_is_refused(home):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_dsv41.backends.megatron.run_source import RunSource
 from megatron_dsv41.optim.groups import ROLES
 from megatron_dsv41.testing.distributed import run_ranks
 from megatron_dsv41.testing.tiny_run import tiny_run
@@ -46,6 +47,27 @@ def test_the_rule_over_ranks_and_modalities(tmp_path):
     tiny_run(tmp_path)
     one, two = run_ranks(check_rule, 2, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def train(folder, *overrides):
+    """On a rank."""
+    from megatron_dsv41.backends.megatron.train import train
+
+    return train(tiny_run(folder, *overrides))
+
+
+@pytest.mark.ranks(4)
+def test_they_cross_to_another_layout(tmp_path):
+    """Trained in one process, resumed with stages, chunks and experts apart, not moved there."""
+    work = (f"checkpoint.folder={tmp_path / 'run'}", "batch.micro=1", "checkpoint.interval=2")
+    assert run_ranks(train, 1, tmp_path, *work, "train.steps=2") == [0]
+    still = ("train.steps=3", "phase.router_bias_speed=0", "parallel.pp=2", "parallel.vpp=2", "parallel.ep=2")
+    assert run_ranks(train, 4, tmp_path, *work, *still) == [0] * 4
+    before, after = (RunSource(tmp_path / "run", step) for step in (2, 3))
+    names = [name for name in before.names() if name.endswith(".gate.bias")]
+    assert len(names) == 8
+    for name in names:
+        assert before.read(name).any() and torch.equal(before.read(name), after.read(name)), name
 
 
 def test_no_optimizer_has_a_row_for_them():
