@@ -151,8 +151,9 @@ class SafetensorsFolder:
 
     single: another name of the one file, which then has no index.
 
-    With `partial`, shards that are not there are allowed (`missing_files`, `missing_names` say what lacks);
-    otherwise they are a ValueError. Reads are thread-safe and load only the rows asked; files stay open between them.
+    With `partial`, shards that are not there or cannot be read are allowed (`missing_files`, `damaged_files` and
+    `missing_names` say what lacks); otherwise they are a ValueError. Reads are thread-safe and load only the rows
+    asked; files stay open between them.
     """
 
     def __init__(self, path: str | Path, *, partial: bool = False, single: str = SINGLE):
@@ -166,9 +167,10 @@ class SafetensorsFolder:
         self.index_text: str | None = None
         self.headers: dict[str, Header] = {}
         self.missing_files: tuple[str, ...] = ()
+        self.damaged_files: dict[str, str] = {}  # of the index, and what is wrong: still being downloaded, perhaps
         self.missing_names: frozenset[str] = frozenset()
         if single == SINGLE and (self.path / INDEX).exists():
-            self._read_index()
+            self._read_index(partial)
         elif (self.path / single).exists():
             self.headers[single] = read_header(self.path / single)
         else:
@@ -187,7 +189,7 @@ class SafetensorsFolder:
         shards = sorted(p.name for p in self.path.glob("*.safetensors"))
         return f"it has {', '.join(shards[:3])} but no index" if shards else "no safetensors files there"
 
-    def _read_index(self) -> None:
+    def _read_index(self, partial: bool) -> None:
         self.index_text = (self.path / INDEX).read_text()
         try:
             index: dict[str, Any] = json.loads(self.index_text, object_pairs_hook=_no_duplicates)
@@ -200,16 +202,23 @@ class SafetensorsFolder:
         files = sorted(set(weight_map.values()))
         self.missing_files = tuple(file for file in files if not (self.path / file).is_file())
         absent = set(self.missing_files)
-        self.missing_names = frozenset(name for name, file in weight_map.items() if file in absent)
         found: dict[str, str] = {}
         for file in files:
             if file in absent:
                 continue
-            self.headers[file] = read_header(self.path / file)
+            try:
+                self.headers[file] = read_header(self.path / file)
+            except ValueError as error:
+                if not partial:
+                    raise
+                self.damaged_files[file] = str(error)
+                absent.add(file)
+                continue
             for info in self.headers[file].tensors:
                 if info.name in found:
                     raise ValueError(f"{self.path}: {info.name} is in two shards, {found[info.name]} and {file}")
                 found[info.name] = file
+        self.missing_names = frozenset(name for name, file in weight_map.items() if file in absent)
         for name, file in found.items():
             if weight_map.get(name) != file:
                 place = weight_map.get(name)

@@ -60,7 +60,10 @@ class Verification:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far one tensor of two checkpoints lies apart. max_abs: largest difference of values (inf: shapes differ)."""
+    """How far one tensor of two checkpoints lies apart. max_abs: largest difference of values.
+
+    num_elements 0: they cannot be compared, for their shapes or dtypes differ.
+    """
 
     name: str
     max_abs: float
@@ -68,6 +71,8 @@ class Difference:
     num_elements: int
 
     def __str__(self) -> str:
+        if not self.num_elements:
+            return f"{self.name}: another shape or dtype"
         return f"{self.name}: {self.num_different} of {self.num_elements} differ, by {self.max_abs:.3e} at most"
 
 
@@ -106,12 +111,13 @@ def verify(
     """Names, dtypes, shapes, scale pairing; with `data` also NaN scales and non-finite values.
 
     hash_digest: of the hash constants with the tokenizer in use; compared with what a native folder recorded.
-    ValueError for files that cannot be read at all (truncated, corrupt header or index), naming them.
+    Shards that are missing, truncated or have a corrupt header are named, and the others checked. ValueError for an
+    index that cannot be read, or that the shards contradict.
     """
     path = Path(path)
     config = config or DSV41Config.load(path)
     folder = SafetensorsFolder(path, partial=True)
-    problems: list[Problem] = []
+    problems = [Problem("damaged", file, what) for file, what in folder.damaged_files.items()]
     divided: DistributedSource | None = None
     if is_native(path) and is_distributed(path):
         lost = lost_files(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -59,6 +60,25 @@ def test_partial_folder_says_what_is_missing(tmp_path, full_released):
     comparison = compare(tmp_path / "src", full_released)
     assert not comparison.differences and not comparison.only_in_a
     assert "layers.1.engram.wkv.weight" in comparison.only_in_b
+
+
+def test_shards_cut_off_are_all_named_and_the_others_checked(tmp_path, full_released):
+    """As an interrupted download leaves them."""
+    shutil.copytree(full_released, tmp_path / "src")
+    files = sorted({info.file for info in SafetensorsFolder(full_released).tensors.values()})[2:5]
+    for file, size in zip(files, (0, 300, 30_000), strict=True):
+        os.truncate(tmp_path / "src" / file, size)
+    flip(tmp_path / "src", "mtp.0.attn.wkv.scale", 0, 255)
+    report = verify(tmp_path / "src")
+    found = [(problem.kind, problem.name) for problem in report.problems]
+    assert found == [*(("damaged", file) for file in files), ("non-finite", "mtp.0.attn.wkv.scale")]
+    assert not report.ok and "truncated: 30000 bytes, the header describes" in str(report)
+
+
+def test_tensors_of_another_shape_are_said_to_be(tmp_path, full_released):
+    import_checkpoint(full_released, tmp_path / "cut", experts=2)
+    found = {str(difference) for difference in compare(tmp_path / "cut", full_released).differences}
+    assert "layers.0.ffn.gate.bias: another shape or dtype" in found
 
 
 def test_names_and_pairing_are_checked(tmp_path, full_released):
