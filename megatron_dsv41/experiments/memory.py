@@ -140,7 +140,7 @@ def _stage_memory(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[La
     parts = (
         (math.ceil(dense / layout.tensor), layout.data * layout.context),
         (math.ceil(experts / expert_group), max(layout.world // layout.pipeline // expert_group, 1)),
-        (math.ceil(tables / layout.engram), max(layout.world // layout.pipeline // layout.engram, 1)),
+        (math.ceil(tables / layout.engram), max(layout.data * layout.context // layout.engram, 1)),
     )
     held = sum(size for size, _ in parts)
     adamw = 8 if dtype_bytes(c) == 4 else 12

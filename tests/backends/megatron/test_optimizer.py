@@ -1,5 +1,6 @@
 """The published optimizer in every layout: given one gradient, every parameter moves as in one process."""
 
+import json
 import subprocess
 import zlib
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_dsv41.backends.megatron import checkpoints
 from megatron_dsv41.checkpoint.mapping import bind, parameter_bindings
+from megatron_dsv41.cli import main
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.optim.optimizer import whole_optimizer
 from megatron_dsv41.testing.distributed import run_ranks
@@ -170,6 +172,29 @@ def test_state_moves_between_layouts(home, tmp_path, first, then):
     folder = tmp_path / "state"
     run_ranks(check_layout, first[0], 2, settings(home, *first[1]), folder)
     assert max(run_ranks(check_layout, then[0], 3, settings(home, *then[1]), folder, 2)) < 1e-5
+
+
+def held(arguments):
+    """On a rank: bytes of moments and fp32 copies that its optimizer keeps."""
+    _, optimizer, _ = built(tiny_run(*arguments))
+    moments = [optimizer.optimizer.state[tensor] for _, tensor in optimizer.mine]
+    state = sum(value.nbytes for moment in moments for name, value in moment.items() if name != "step")
+    return state + sum(t.nbytes for part, t in optimizer.mine if part.parameter.dtype is not torch.float32)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "layout", [("train.precision=bf16", "optimizer.momentum_dtype=bfloat16"), ("parallel.pp=2",)], ids=["dp2", "pp2"]
+)
+def test_state_is_as_large_as_the_plan_says(home, tmp_path, layout, capsys):
+    """Each byte on one rank: the sum is the table's to the byte, and what a rank holds about its stage's memory."""
+    arguments = settings(home, *layout)
+    (tmp_path / "run.yaml").write_text(tiny_run(*arguments).to_yaml())
+    assert main(["plan", str(tmp_path / "run.yaml"), "--ranks", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found, stages = run_ranks(held, 2, arguments), [stage["optimizer"] for stage in report["memory"]["stages"]]
+    assert sum(found) == sum(group["state_bytes"] * group["parameters"] for group in report["optimizer"])
+    assert found == pytest.approx(stages * (2 // len(stages)), rel=0.05)
 
 
 def train(folder, *overrides):
