@@ -2,8 +2,8 @@
 
 Per parameter: weights in the training dtype; gradients fp32; AdamW state 12 bytes for bf16 weights (fp32 main copy
 and two moments), 8 for fp32 weights, or what the layout says; divided over the ranks that share the parameter when
-the optimizer is distributed. Engram rows divide over their own group. Activations divide over context parallelism,
-and over tensor parallelism when the sequence does.
+the optimizer is distributed. Tensor parallelism leaves what is small whole (`WHOLE`). Engram rows divide over their
+own group. Activations divide over context parallelism, and over tensor parallelism when the sequence does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from megatron_dsv41.parallel.stages import even_stages, parse_layout
 from megatron_dsv41.run_config import Recompute
 
 SEALS = 1 << 10  # bytes
+# Kinds of parameters that tensor parallelism does not cut; nor the latents of attention (wq_a, wkv and their norms).
+WHOLE = ("routers", "mhc", "norms", "compressors", "indexers", "engram projections")
 ENTRY_NUMBERS, ROW_NUMBERS = 4 * 8, 24 * 8  # bytes of integers per entry and per row; some live for an exchange alone
 
 
@@ -126,19 +128,21 @@ def dtype_bytes(config: DSV41Config) -> int:
 
 
 def _stage_memory(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[LayerPlan]) -> StageMemory:
-    dense = experts = tables = 0
+    dense = whole = experts = tables = 0  # whole: part of dense that every tensor rank keeps
     for plan in plans:
         count = layer_parameters(c, plan)
+        whole += sum(count[kind] for kind in WHOLE) + (c.hidden_size + 1) * (c.q_lora_rank + c.head_dim)
         experts += count["routed experts"]
         tables += 0 if layout.owned_tables else count["engram tables"]
         dense += count.total() - count["routed experts"] - count["engram tables"]
     is_last = stage == layout.pipeline - 1
     dense += c.vocab_size * c.hidden_size * ((stage == 0) + is_last) + c.hidden_size * is_last
+    whole += c.hidden_size * is_last
 
     # (parameters on this rank, ranks that share them): the optimizer divides its state over the latter.
     expert_group = layout.expert * layout.expert_tensor
     parts = (
-        (math.ceil(dense / layout.tensor), layout.data * layout.context),
+        (math.ceil((dense - whole) / layout.tensor) + whole, layout.data * layout.context),
         (math.ceil(experts / expert_group), max(layout.world // layout.pipeline // expert_group, 1)),
         (math.ceil(tables / layout.engram), max(layout.data * layout.context // layout.engram, 1)),
     )

@@ -184,16 +184,19 @@ def held(arguments):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "layout", [("train.precision=bf16", "optimizer.momentum_dtype=bfloat16"), ("parallel.pp=2",)], ids=["dp2", "pp2"]
+    "layout",
+    [("train.precision=bf16", "optimizer.momentum_dtype=bfloat16"), ("parallel.pp=2",), ("parallel.tp=2",)],
+    ids=["dp2", "pp2", "tp2"],
 )
 def test_state_is_as_large_as_the_plan_says(home, tmp_path, layout, capsys):
-    """Each byte on one rank: the sum is the table's to the byte, and what a rank holds about its stage's memory."""
+    """A rank holds about its stage's memory; where no tensor is kept twice, all ranks the table's bytes exactly."""
     arguments = settings(home, *layout)
     (tmp_path / "run.yaml").write_text(tiny_run(*arguments).to_yaml())
     assert main(["plan", str(tmp_path / "run.yaml"), "--ranks", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found, stages = run_ranks(held, 2, arguments), [stage["optimizer"] for stage in report["memory"]["stages"]]
-    assert sum(found) == sum(group["state_bytes"] * group["parameters"] for group in report["optimizer"])
+    table = sum(group["state_bytes"] * group["parameters"] for group in report["optimizer"])
+    assert sum(found) == table or "parallel.tp=2" in layout
     assert found == pytest.approx(stages * (2 // len(stages)), rel=0.05)
 
 
