@@ -66,6 +66,7 @@ class Parallel:
     etp: int | None = None  # tensor parallelism inside experts; None: tp without expert parallelism, else 1
     dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"  # how tokens reach the experts of other ranks
     overlap_shared_expert: bool = False  # the shared expert on a CUDA stream of its own, beside dispatch and combine
+    gradient_accumulation_fusion: bool = False  # linears add their weights' gradients to the buffers, not Megatron
     engram: int | None = None  # ranks that own an Engram table's rows together; None: whole on every rank of its stage
     # Send a selection over a pipeline cut, or what it is made from and select again there: whatever is fewer bytes.
     shadows: Literal["bytes", "always", "never"] = "bytes"

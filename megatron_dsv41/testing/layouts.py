@@ -22,6 +22,8 @@ TWO_RANKS = [
     "ep=2",
     "ep=2,dispatcher=allgather",
     "ep=2,overlap_shared_expert",
+    "tp=2,sp,gradient_accumulation_fusion",
+    "pp=2,recompute,gradient_accumulation_fusion",
     "dp=2",
     "pp=2,vpp=2",
     "pp=2,recompute",

@@ -28,6 +28,7 @@ class DSV41TransformerConfig(TransformerConfig):
     ops: dict[str, str] = dataclasses.field(default_factory=dict)
     recompute_kind: Recompute = "none"
     overlap_shared_expert: bool = False
+    fused_gradients: bool = False  # not Megatron's own switch, which wants kernels of APEX
     seed: int = 1
     engram_owners: int | None = None
 
@@ -220,6 +221,7 @@ def transformer_config(run: Run, arguments: Any) -> DSV41TransformerConfig:
     config.engram_owners = run.parallel.engram
     config.recompute_kind = run.train.recompute
     config.overlap_shared_expert = run.parallel.overlap_shared_expert
+    config.fused_gradients = run.parallel.gradient_accumulation_fusion
     return config
 
 
@@ -274,4 +276,5 @@ def bare_transformer_config(
         engram_owners=parallel.engram,
         recompute_kind=recompute,
         overlap_shared_expert=parallel.overlap_shared_expert,
+        fused_gradients=parallel.gradient_accumulation_fusion,
     )

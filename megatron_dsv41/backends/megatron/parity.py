@@ -21,7 +21,7 @@ from megatron_dsv41.run_config import Engram, Parallel, Recompute
 from megatron_dsv41.testing.parity import ParityCase, Results
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "engram")
-SWITCHES = ("sp", "recompute", "overlap_shared_expert")  # recompute alone means block
+SWITCHES = ("sp", "recompute", "overlap_shared_expert", "gradient_accumulation_fusion")  # recompute alone means block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
 from megatron_dsv41.backends.megatron.experts import DispatchedExperts, LocalExperts
+from megatron_dsv41.backends.megatron.fused_gradient import FusedLinear
 from megatron_dsv41.backends.megatron.layout import Cut, Layout, mark
 from megatron_dsv41.backends.megatron.recompute import run_kept
 from megatron_dsv41.backends.te.machine import low_precision
@@ -59,7 +60,8 @@ class MegatronPrimitives(TorchPrimitives):
 
     def linear(self, role: str, d_in: int, d_out: int, fp32: bool = False) -> nn.Module:
         """See Primitives."""
-        part = Linear(d_in, d_out, self.dtype, self.config.initializer_range, self.ops, fp32)
+        kind = FusedLinear if self.megatron.fused_gradients and not fp32 else Linear
+        part = kind(d_in, d_out, self.dtype, self.config.initializer_range, self.ops, fp32)
         self._cut(part, role, SIDES.get(self.splits.get(role)))
         return self.substituted(role, part)
 
