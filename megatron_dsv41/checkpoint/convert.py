@@ -29,6 +29,7 @@ from megatron_dsv41.checkpoint.pieces import (
     copy_side_files,
     copy_units,
     num_elements,
+    side_bytes,
     write_config,
     write_index,
 )
@@ -131,7 +132,7 @@ def _plan_import(
         identity=["import", source.identity(), storage, hash_digest, kept.to_hf(), layout and asdict(layout)],
         title="import",
         sources=(src,),
-        extra_bytes=divided.num_bytes() if divided else 0,
+        extra_bytes=side_bytes(src) + (divided.num_bytes() if divided else 0),
     )
     return job, largest
 
@@ -217,6 +218,7 @@ def _plan_export(
         identity=plan.identity() and [plan.identity(), [[shard.file, len(shard.tensors)] for shard in files]],
         title="export",
         sources=read,
+        extra_bytes=side_bytes(origin.folder.path) if origin else 0,
     )
     return job, largest
 

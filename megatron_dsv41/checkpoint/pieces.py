@@ -18,6 +18,7 @@ from megatron_dsv41.checkpoint.safetensors_io import (
     SafetensorsFolder,
     Shard,
     ShardWriter,
+    copy_file,
     index_text,
     write_file,
 )
@@ -114,17 +115,27 @@ def copy_range_units(
         yield unit(start, min(PIECE_BYTES, end - start))
 
 
-def copy_side_files(source: Path, work: Path) -> None:
-    """Tokenizer, code and whatever else lies beside the weights travels along, but for weights and hidden files."""
+def side_files(source: Path) -> Iterator[Path]:
+    """Tokenizer, code and whatever else lies beside the weights, but for weights and hidden files: relative paths."""
     own = {INDEX, NATIVE, "config.json", *DISTRIBUTED}
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         if any(part.startswith(".") for part in relative.parts) or not path.is_file():
             continue
-        if path.suffix in WEIGHTS or str(relative) in own:
-            continue
+        if path.suffix not in WEIGHTS and str(relative) not in own:
+            yield relative
+
+
+def copy_side_files(source: Path, work: Path) -> None:
+    """`side_files` travel along."""
+    for relative in side_files(source):
         (work / relative).parent.mkdir(parents=True, exist_ok=True)
-        write_file(work / relative, path.read_bytes())
+        copy_file(source / relative, work / relative)
+
+
+def side_bytes(source: Path) -> int:
+    """What `copy_side_files` writes."""
+    return sum((source / relative).stat().st_size for relative in side_files(source))
 
 
 def write_config(work: Path, config: DSV41Config, original: Path | None) -> None:

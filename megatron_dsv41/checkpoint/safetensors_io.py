@@ -6,6 +6,7 @@ an 8-byte header length, a JSON header (name -> dtype, shape, byte range), then 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -13,9 +14,9 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from megatron_dsv41.checkpoint.storage import DTYPE_NAMES, TORCH_DTYPES, num_byt
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+COPY_BYTES = 16 * 2**20
 MAX_HEADER = 256 * 2**20  # bytes; the largest released header is under 1 MB
 
 
@@ -441,9 +443,21 @@ def require_space(folder: Path, needed: int) -> None:
 
 def write_file(path: Path, content: str | bytes) -> None:
     """Write a small file so that it is either whole or absent: beside, synced, renamed."""
+    with _beside(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Like `write_file`, for a file of any size: COPY_BYTES of it are in memory."""
+    with source.open("rb") as content, _beside(path) as file:
+        shutil.copyfileobj(content, file, COPY_BYTES)
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Generator[BinaryIO]:
     beside = path.with_name(path.name + ".tmp")
     with beside.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        yield file
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)

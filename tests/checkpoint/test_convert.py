@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_dsv41.checkpoint import safetensors_io
 from megatron_dsv41.checkpoint.convert import (
     export_checkpoint,
     import_checkpoint,
@@ -54,6 +55,24 @@ def test_every_kind_of_tensor_round_trips_byte_for_byte(tmp_path, full_released,
     import_checkpoint(full_released, tmp_path / "native", storage=storage, effort=Effort(workers=3))
     export_checkpoint(tmp_path / "native", tmp_path / "back", effort=Effort(workers=3))
     assert folder_bytes(tmp_path / "back") == folder_bytes(full_released)
+
+
+def test_side_files_are_copied_in_pieces_and_need_their_space(tmp_path, full_released, monkeypatch):
+    monkeypatch.setattr(safetensors_io, "COPY_BYTES", 7)
+    shutil.copytree(full_released, tmp_path / "source")
+    side = tmp_path / "source" / "more" / "notes.bin"
+    side.parent.mkdir()
+    side.write_bytes(bytes(range(250)))
+    import_checkpoint(tmp_path / "source", tmp_path / "native")
+    export_checkpoint(tmp_path / "native", tmp_path / "back")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(tmp_path / "source")
+    with side.open("wb") as file:
+        file.truncate(shutil.disk_usage(tmp_path).free + 2**20)  # a hole: it takes no room
+    os.truncate(tmp_path / "native" / "more" / "notes.bin", side.stat().st_size)
+    for command, source in ((import_checkpoint, "source"), (export_checkpoint, "native")):
+        with pytest.raises(OSError, match="GB are to be written and the disk has"):
+            command(tmp_path / source, tmp_path / "never")
+        assert not list(tmp_path.glob("never*"))
 
 
 def test_import_decodes_without_rounding(full_released, full_native):
