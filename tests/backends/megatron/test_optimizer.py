@@ -14,7 +14,7 @@ from megatron_dsv41.cli import main
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.optim.optimizer import whole_optimizer
 from megatron_dsv41.testing.distributed import run_ranks
-from megatron_dsv41.testing.layouts import CURVES
+from megatron_dsv41.testing.layouts import CURVES, SHORT_CURVES
 from megatron_dsv41.testing.tiny_run import smooth, tiny_run
 
 SMOOTH = smooth()
@@ -228,10 +228,19 @@ def compare_checkpoints(one, two, step):
     return [key for key in tensors if not torch.equal(one[key], two[key])]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_resume_is_bitwise(home, precision):
+@pytest.mark.parametrize(
+    ("precision", "layout"),
+    [
+        ("fp32", "dp=2"),
+        ("bf16", "dp=2"),
+        *(pytest.param("bf16", name, marks=pytest.mark.slow) for name in SHORT_CURVES if name != "pp=2"),
+    ],
+)
+def test_resume_is_bitwise(home, precision, layout):
     overrides = ("optimizer.name=published", f"train.precision={precision}", "optimizer.momentum_dtype=bfloat16")
-    whole, halved = f"whole_{precision}", f"halved_{precision}"
+    overrides += CURVES[layout][1] if layout != "dp=2" else ()
+    kind = layout.translate(str.maketrans("=,", "__"))
+    whole, halved = f"whole_{precision}_{kind}", f"halved_{precision}_{kind}"
     assert run_ranks(train, 2, *run_settings(home, whole, *overrides)) == [0, 0]
     (home / halved).mkdir()
     for name in ("iter_0000002", "run.yaml"):

@@ -1,5 +1,7 @@
 """Router biases: moved by the sign of the load, text and image apart, in fp32 whatever the model's dtype."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,6 +38,9 @@ def check_rule(folder):
     assert not any(gate.bias.any() or gate.bias_vl.any() for index, gate in enumerate(gates) if index != 2)
     metrics = load_metrics(load)
     assert metrics["router/max_violation/2"].item() == pytest.approx(10 / 6 - 1)
+    shares = [10 / 24, 4 / 24, 4 / 24, 6 / 24]
+    entropy = -sum(share * math.log(share) for share in shares) / math.log(4)
+    assert metrics["router/entropy/2"].item() == pytest.approx(entropy)
     kept = stage.sharded_state_dict()
     for name in ("bias", "bias_vl"):
         assert kept[f"layers.2.ffn.gate.{name}"].dtype is torch.float32
