@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from megatron_dsv41.optim.optimizer import whole_optimizer
 from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.phase import Phase
 from megatron_dsv41.presets import PRESETS
-from megatron_dsv41.testing.bench import table
+from megatron_dsv41.testing.bench import eager_ms, table
 
 
 def main() -> None:
@@ -58,7 +56,7 @@ def measure(preset: str, settings: Optimizer, rate: float) -> list[dict[str, Any
         optimizer = whole_optimizer(parameters, [group], settings)
         moments = [value for states in optimizer.state.values() for value in states.values() if value.is_cuda]
         state = sum(value.numel() * value.element_size() for value in moments)
-        ms, flop = elapsed_ms(optimizer.step), newton_schulz_flop(group, settings)
+        ms, flop = eager_ms(optimizer.step, 5).median, newton_schulz_flop(group, settings)
         rows.append(
             row(group.role, group.algorithm, group.num_parameters, ms, flop, rate, state / group.num_parameters)
         )
@@ -98,24 +96,10 @@ def newton_schulz_flop(group: ParameterGroup, settings: Optimizer) -> float:
     return float(per_matrix * group.matrices * len(group.shapes))
 
 
-def elapsed_ms(call: Callable[[], object], repeats: int = 5) -> float:
-    """Median milliseconds of a call on the device, host work included."""
-    call()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
 def matrix_rate(size: int = 8192) -> float:
     """FLOP/s of a large bf16 product."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / (elapsed_ms(lambda: a @ b, 15) / 1e3)
+    return 2 * size**3 / (eager_ms(lambda: a @ b, 15).median / 1e3)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_dsv41.backends.te.machine import low_precision
+from megatron_dsv41.experiments.plots import plot_loss
 from megatron_dsv41.modules.primitives import TorchPrimitives
 from megatron_dsv41.modules.transformer import Transformer, next_token_loss
 from megatron_dsv41.ops.registry import Ops
@@ -52,7 +53,8 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(curves))
     if args.plot:
-        _plot(curves, args.plot)
+        named = {name: (range(1, len(losses) + 1), losses) for name, losses in curves.items()}
+        plot_loss(named, args.plot, title=f"loss over {args.steps} steps by precision")
 
 
 def compare(variants: list[str], steps: int, jobs: int) -> dict[str, list[float]]:
@@ -109,21 +111,6 @@ def progressions(step: int) -> Tensor:
     stride = torch.randint(1, 17, (ROWS, LENGTH), generator=generator).gather(1, run)
     begin = torch.where(starts, torch.arange(LENGTH), 0).cummax(1).values
     return (first + stride * (torch.arange(LENGTH) - begin) - 4) % (VOCABULARY - 4) + 4
-
-
-def _plot(curves: dict[str, list[float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, losses in curves.items():
-        axes.plot(range(1, len(losses) + 1), losses, label=name, linewidth=1)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.legend()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from megatron_dsv41.backends.megatron import launch
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.run_config import Run
-from megatron_dsv41.testing.noise import noise_band
+from megatron_dsv41.testing.noise import noise_band, nudge
 from megatron_dsv41.testing.tiny_run import tiny_run, write_corpus
 
 FASTEST = "*=hopper, triton, grouped, blocked, split"
@@ -130,7 +129,7 @@ class Verification:
             found.append(len(curve) == self.args.steps + FURTHER and bool(np.isfinite(curve).all()))
         return found[0], found[1]
 
-    def train(self, name: str, world: int, changes: tuple[str, ...], nudge: int | None) -> np.ndarray:
+    def train(self, name: str, world: int, changes: tuple[str, ...], seed: int | None) -> np.ndarray:
         """The losses of one run, as many as it reached."""
         operation, providers = self.args.ops.split("=", 1)
         overrides = [
@@ -147,7 +146,7 @@ class Verification:
         ]
         command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         command += [f"--nproc-per-node={world}"]
-        command += [__file__, "--worker", str(self.folder), "none" if nudge is None else str(nudge), *overrides]
+        command += [__file__, "--worker", str(self.folder), "none" if seed is None else str(seed), *overrides]
         with open(self.logs / f"{name}.log", "w") as log:
             subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False, timeout=600)
         rows = read_metrics(self.folder / name) if (self.folder / name).exists() else []
@@ -172,17 +171,12 @@ def report(wanted: dict, curves: dict, band: np.ndarray, crossed: dict[str, tupl
     return int(wrong > 0)
 
 
-def work(folder: str, nudge: str, overrides: list[str]) -> int:
+def work(folder: str, seed: str, overrides: list[str]) -> int:
     """On a rank: train."""
     from megatron_dsv41.backends.megatron.train import quiet
 
     def move(stages: list) -> list:
-        generator = torch.Generator().manual_seed(int(nudge))
-        with torch.no_grad():
-            for parameter in (p for stage in stages for p in stage.parameters()):
-                up = torch.rand(parameter.shape, generator=generator) < 0.5
-                far = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
-                parameter.copy_(torch.nextafter(parameter.cpu(), far))
+        nudge((p for stage in stages for p in stage.parameters()), int(seed))
         return stages
 
     run: Run = tiny_run(folder, *overrides)
@@ -192,7 +186,7 @@ def work(folder: str, nudge: str, overrides: list[str]) -> int:
             from megatron_dsv41.backends.megatron import trainer
 
             created = trainer.create(run)
-            if nudge != "none":
+            if seed != "none":
                 created.model_config.pre_wrap_hooks.append(move)
             return created.pretrain()
 

@@ -14,7 +14,6 @@ from megatron_dsv41.backends.megatron.layouts import crossing_planner, stage_lay
 from megatron_dsv41.backends.megatron.settings import check_settings
 from megatron_dsv41.experiments.communication import Stage
 from megatron_dsv41.experiments.engram_memory import ELEMENT_BYTES, owner_memory
-from megatron_dsv41.experiments.flops import flops_per_token
 from megatron_dsv41.experiments.memory import Layout
 from megatron_dsv41.experiments.planning import (
     describe_cut,
@@ -24,6 +23,7 @@ from megatron_dsv41.experiments.planning import (
     describe_precision,
     describe_traffic,
 )
+from megatron_dsv41.experiments.run_flops import RunFlops, training_flops_per_token
 from megatron_dsv41.optim.groups import group_parameters
 from megatron_dsv41.presets import PRESETS
 from megatron_dsv41.recipes import RECIPES
@@ -91,20 +91,11 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
             "steps": planned.steps,
             "tokens_per_step": planned.tokens_per_step,
             "tokens": planned.steps * planned.tokens_per_step,
-            "flops": sum(_training_flops(leg) for leg in planned.legs),
+            "flops": RunFlops.of(planned).until(planned.steps),
             "learning_rate": [[step, planned.learning_rate(step)] for step in corners if step <= planned.steps],
             "curve": [planned.learning_rate(step) for step in _evenly(planned.steps)],
         }
     return report
-
-
-def _training_flops(leg: Leg) -> float:
-    run = leg.run
-    return (
-        leg.steps
-        * run.tokens_per_step
-        * flops_per_token(run.architecture(), run.data.seq_length, run.phase).training_total
-    )
 
 
 def _describe_leg(leg: Leg, ranks: int, state_bytes: float | None) -> dict[str, Any]:
@@ -121,7 +112,7 @@ def _describe_leg(leg: Leg, ranks: int, state_bytes: float | None) -> dict[str, 
         "learning_rate": [leg.whole.learning_rate(leg.start), leg.whole.learning_rate(leg.end - 1)],
         "layout": memory["layout"],
         "gigabytes": max(stage["total"] for stage in memory["stages"]) / 1e9,
-        "flops": _training_flops(leg),
+        "flops": leg.steps * run.tokens_per_step * training_flops_per_token(run),
         "changes": phase.changes(),
     }
 

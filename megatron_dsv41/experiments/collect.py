@@ -15,8 +15,9 @@ from typing import Any
 
 from megatron_dsv41 import __version__
 from megatron_dsv41.experiments.ladder_cells import PlannedCell
-from megatron_dsv41.experiments.ladder_plan import N_CONVENTIONS, count_n, training_flops_per_token
+from megatron_dsv41.experiments.ladder_plan import N_CONVENTIONS, count_n
 from megatron_dsv41.experiments.ladder_state import State, read_record, status_of
+from megatron_dsv41.experiments.run_flops import training_flops_per_token
 from megatron_dsv41.experiments.tracking import RUN_ID_FILE, read_metrics, write_whole
 
 ROWS_FILE, TABLE_FILE = "rows.jsonl", "rows.csv"

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_dsv41.config import DSV41Config
-from megatron_dsv41.experiments.flops import active_parameters, count_parameters, flops_per_token
+from megatron_dsv41.experiments.flops import active_parameters, count_parameters
 from megatron_dsv41.experiments.ladder import Ladder
 from megatron_dsv41.experiments.ladder_cells import PlannedCell
 from megatron_dsv41.experiments.memory import Layout, memory_per_rank
+from megatron_dsv41.experiments.run_flops import training_flops_per_token
 from megatron_dsv41.layer_plan import plan_layers
 from megatron_dsv41.run_config import Run
 
@@ -34,11 +35,6 @@ def count_n(config: DSV41Config, training_flops_per_token: float) -> dict[str, f
         "total": count.total,
         "flops": training_flops_per_token / 6,
     }
-
-
-def training_flops_per_token(run: Run) -> float:
-    """FLOPs of one token's forward and backward pass in a run."""
-    return flops_per_token(run.architecture(), run.data.seq_length, run.phase).training_total
 
 
 def layout_of(run: Run, ranks: int) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ def series(rows: Sequence[dict[str, Any]], x: str, y: str) -> tuple[list[float],
     return list(points), list(points.values())
 
 
-def plot_loss(curves: dict[str, tuple[Sequence[float], Sequence[float]]], path: Path, *, title: str) -> None:
+def plot_loss(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], path: Path, *, title: str) -> None:
     """Loss over steps, one named curve each, as a PNG."""
     axes = new_axes(title, "step", "loss (nats per token)")
     for colour, (name, (x, y)) in zip(_colours(len(curves)), curves.items(), strict=True):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 LAG = 5  # steps by which a jump may come sooner or later
 
@@ -21,3 +23,13 @@ def noise_band(curves: Sequence[NDArray[np.float64]], lag: int = LAG) -> NDArray
     apart = np.abs([a - b for a, b in itertools.combinations(curves, 2)]).max(0)
     largest = np.maximum.accumulate(apart)
     return largest[np.minimum(np.arange(len(largest)) + lag, len(largest) - 1)]
+
+
+@torch.no_grad()
+def nudge(parameters: Iterable[Tensor], seed: int) -> None:
+    """Move every element by one ulp of its dtype, up or down at random; the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        up = torch.rand(parameter.shape, generator=generator) < 0.5
+        far = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
+        parameter.copy_(torch.nextafter(parameter.cpu(), far))

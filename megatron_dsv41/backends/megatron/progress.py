@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsv41.experiments.flops import flops_per_token
+from megatron_dsv41.experiments.run_flops import RunFlops, training_flops_per_token
 from megatron_dsv41.experiments.tracking import Metrics, WandbRun
 from megatron_dsv41.run_config import Run
 
@@ -36,7 +36,8 @@ class Reporter:
         self.validated_step = -1
         self.metrics = self.wandb = None
         self.world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        self.flops_per_token = training_flops(self.run)
+        self.flops_per_token = training_flops_per_token(self.run)
+        self.flops = RunFlops.of(self.recorded or self.run)
         if self.reports:
             logging, folder = self.run.logging, self.run.checkpoint.folder
             self.metrics = Metrics(folder, self.resume_step)
@@ -77,7 +78,7 @@ class Reporter:
         steps, seconds = step - self.interval_step, now - self.interval_begin
         values: dict[str, Any] = {
             "tokens": step * self.run.tokens_per_step,
-            "flops": flops_until(self.recorded or self.run, step),
+            "flops": self.flops.until(step),
             "loss": float(torch.stack(self.losses).double().mean()) if self.losses else math.nan,
             "last_loss": float(self.losses[-1]) if self.losses else math.nan,
             "grad_norm": float(grad_norm) if grad_norm is not None else None,
@@ -97,8 +98,8 @@ class Reporter:
         if self.reports and step != self.validated_step:
             self.validated_step = step
             self._say(f"step {step}  validation loss {loss:.4f}")
-            flops = flops_until(self.recorded or self.run, step)
-            self._log(step, {"tokens": step * self.run.tokens_per_step, "flops": flops, "valid_loss": loss})
+            counts = {"tokens": step * self.run.tokens_per_step, "flops": self.flops.until(step)}
+            self._log(step, {**counts, "valid_loss": loss})
 
     def say(self, text: str) -> None:
         """Print a line of our own."""
@@ -144,17 +145,6 @@ class Reporter:
 
     def _say(self, text: str) -> None:
         print(text, file=self.out, flush=True)
-
-
-def training_flops(run: Run) -> float:
-    """Of a token, forward and backward, by the architecture's own count."""
-    return flops_per_token(run.architecture(), run.data.seq_length, run.phase).training_total
-
-
-def flops_until(run: Run, step: int) -> float:
-    """What the first `step` steps of a whole run cost, whose phases may differ in what a token costs."""
-    legs = ((leg.run, min(step, leg.end) - leg.start) for leg in run.legs if leg.start < step)
-    return sum(steps * part.tokens_per_step * training_flops(part) for part, steps in legs)
 
 
 def _short(number: float) -> str:

@@ -5,6 +5,8 @@ bfloat16 operands multiply exactly, with sums in fp32; an fp32 gradient enters a
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,7 +34,11 @@ class _WideLinear(torch.autograd.Function):
         grad_parts = parts(grads[0], x_TI.dtype)
         grad_x_TI = grad_weight_OI = None
         if ctx.needs_input_grad[0]:
-            grad_x_TI = sum(wide_product(part, weight_OI) for part in grad_parts).to(x_TI.dtype)  # type: ignore[union-attr]
+            grad_x_TI = _total(wide_product(part, weight_OI) for part in grad_parts).to(x_TI.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight_OI = sum(wide_product(part.T, x_TI) for part in grad_parts).to(weight_OI.dtype)  # type: ignore[union-attr]
+            grad_weight_OI = _total(wide_product(part.T, x_TI) for part in grad_parts).to(weight_OI.dtype)
         return grad_x_TI, grad_weight_OI
+
+
+def _total(products: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, products)

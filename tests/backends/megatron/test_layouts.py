@@ -11,7 +11,7 @@ from megatron_dsv41.checkpoint.convert import export_checkpoint
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.testing.distributed import run_ranks
 from megatron_dsv41.testing.layouts import CURVES, SHORT_CURVES
-from megatron_dsv41.testing.noise import noise_band
+from megatron_dsv41.testing.noise import noise_band, nudge
 from megatron_dsv41.testing.tiny_run import smooth, tiny_run
 
 # With an epsilon that keeps Adam from turning rounding noise into whole steps.
@@ -108,23 +108,17 @@ def test_ten_steps_in_eight_layouts(tmp_path, record_property):
 
 def train_nudged(folder, seed, *overrides):
     """On a rank: train from weights that are one ulp away, up or down at random."""
-    import torch
-
     from megatron_dsv41.backends.megatron import launch, trainer
     from megatron_dsv41.backends.megatron.train import quiet
 
-    def nudge(stages):
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in (p for stage in stages for p in stage.parameters()):
-                up = torch.rand(parameter.shape, generator=generator) < 0.5
-                parameter.copy_(torch.nextafter(parameter, torch.where(up, torch.inf, -torch.inf)))
+    def move(stages):
+        nudge((p for stage in stages for p in stage.parameters()), seed)
         return stages
 
     launch.prepare_process()
     with quiet(False):
         run = trainer.create(tiny_run(folder, *overrides))
-        run.model_config.pre_wrap_hooks.append(nudge)
+        run.model_config.pre_wrap_hooks.append(move)
         return run.pretrain()
 
 

@@ -1,8 +1,8 @@
-"""What a run reports of its progress."""
+"""FLOPs of whole runs."""
 
 import pytest
 
-from megatron_dsv41.backends.megatron.progress import flops_until, training_flops
+from megatron_dsv41.experiments.run_flops import RunFlops, training_flops_per_token
 from megatron_dsv41.testing.tiny_run import tiny_run
 
 
@@ -14,14 +14,15 @@ def test_flops_add_up_over_phases(tmp_path):
         {"name": "long", "tokens": 5 * tokens, "data": {"seq_length": 64}},
     ]
     run = tiny_run(tmp_path, batch={"tokens": tokens}, train={"precision": "fp32"}, phases=phases)
-    short, long = (training_flops(leg.run) for leg in run.legs)
+    short, long = (training_flops_per_token(leg.run) for leg in run.legs)
+    flops = RunFlops.of(run)
     assert short < long
-    assert flops_until(run, 0) == 0
-    assert flops_until(run, 2) == pytest.approx(2 * tokens * short)
-    assert flops_until(run, 5) == pytest.approx(tokens * (3 * short + 2 * long))
-    assert flops_until(run, 8) == pytest.approx(tokens * (3 * short + 5 * long))
+    assert flops.until(0) == 0
+    assert flops.until(2) == pytest.approx(2 * tokens * short)
+    assert flops.until(5) == pytest.approx(tokens * (3 * short + 2 * long))
+    assert flops.until(8) == pytest.approx(tokens * (3 * short + 5 * long))
 
 
 def test_flops_of_a_run_without_phases(tmp_path):
     run = tiny_run(tmp_path)
-    assert flops_until(run, 4) == pytest.approx(4 * run.tokens_per_step * training_flops(run))
+    assert RunFlops.of(run).until(4) == pytest.approx(4 * run.tokens_per_step * training_flops_per_token(run))
