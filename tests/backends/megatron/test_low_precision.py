@@ -27,6 +27,11 @@ def train(folder, *overrides):
 
 def train_as_if(folder, *overrides):
     """On a rank, where linears multiply as plain ones in the name of Transformer Engine: how often they did."""
+    # Megatron looks for the real package while it is imported: that comes before the other one is there.
+    from megatron_dsv41.backends.megatron import launch
+
+    launch.prepare_process()
+    from megatron_dsv41.backends.megatron import trainer  # noqa: F401
     from megatron_dsv41.testing import stand_in_te
 
     with stand_in_te.installed():
