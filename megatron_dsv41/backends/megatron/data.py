@@ -20,6 +20,9 @@ from megatron_dsv41.ops.documents import Documents
 from megatron_dsv41.parallel.engram_rows import FetchedRows
 from megatron_dsv41.run_config import Run
 
+VALID_SEED = 0
+_TRAIN, _VALID = 0, 1  # Megatron's splits; the third is a test
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerIdentity:
@@ -60,11 +63,23 @@ class ReplayDraw:
 
 
 def build_datasets(run: Run, steps: int, tokenizer: TokenizerIdentity, cache: str) -> tuple[Any, Any]:
-    """(train, valid) sample sources for `steps` training steps; valid is None where the run has none. Collective."""
+    """(train, valid) sample sources for `steps` training steps; valid is None where the run has none. Collective.
+
+    Training samples are drawn by the run's seed; validation samples are the same in runs that differ by it.
+    """
+    train = _samples(run, _TRAIN, steps * run.sequences_per_step, run.train.seed, tokenizer, cache)
+    if not run.eval.interval:
+        return train, None
+    return train, _samples(run, _VALID, run.eval.batches * run.sequences_per_step, VALID_SEED, tokenizer, cache)
+
+
+def _samples(run: Run, split: int, count: int, seed: int, tokenizer: TokenizerIdentity, cache: str) -> Any:
+    """`count` samples of one split; Megatron's builder has one seed for all of its splits."""
+    prefixes = run.data.valid if split == _VALID else run.data.train
     config = GPTDatasetConfig(
-        random_seed=run.train.seed,
+        random_seed=seed,
         sequence_length=run.data.seq_length,
-        blend_per_split=[_blend(run.data.train), _blend(run.data.valid) if run.eval.interval else None, None],
+        blend_per_split=[(list(prefixes), list(prefixes.values())) if s == split else None for s in range(3)],
         tokenizer=cast(Any, tokenizer),  # of Megatron's tokenizers, GPTDataset asks for these attributes alone
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -73,16 +88,9 @@ def build_datasets(run: Run, steps: int, tokenizer: TokenizerIdentity, cache: st
         path_to_cache=cache,
         mid_level_dataset_surplus=0.005,
     )
-    samples = [steps * run.sequences_per_step, run.eval.batches * run.sequences_per_step, 0]
-    if not run.eval.interval:
-        samples[1] = 0
     kind: Any = BestFitDataset if run.data.packing == "best_fit" else GPTDataset
-    train, valid, _ = BlendedMegatronDatasetBuilder(kind, samples, lambda: True, config).build()
-    return train, valid
-
-
-def _blend(prefixes: dict[str, float]) -> tuple[list[str], list[float]]:
-    return list(prefixes), list(prefixes.values())
+    counts = [count if s == split else 0 for s in range(3)]
+    return BlendedMegatronDatasetBuilder(kind, counts, lambda: True, config).build()[split]
 
 
 class StepSource:
