@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
+from megatron_dsv41.backends.megatron import cpu
 from megatron_dsv41.backends.megatron.aux_loss import AuxLoss
 from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
 from megatron_dsv41.backends.megatron.engram_tables import OwnedTable
@@ -100,6 +101,7 @@ class DSV41Model(LanguageModule):
         """Megatron's schedules hand over what the previous stage sent, right before each forward."""
         self.received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
+    @cpu.bypass()
     def forward(
         self,
         input_ids_BS: Tensor,

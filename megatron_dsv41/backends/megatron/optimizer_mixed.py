@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
+from megatron_dsv41.backends.megatron import cpu
 from megatron_dsv41.backends.megatron.config import PEAK
 from megatron_dsv41.backends.megatron.engram_tables import OwnedTable
 from megatron_dsv41.backends.megatron.layout import Layout, cuts_of
@@ -130,7 +131,8 @@ class MegatronMixedOptimizer(MegatronOptimizer):
         """Update and share."""
         groups = self.optimizer.param_groups
         for group in sorted(groups, key=lambda group: group["role"] != ENGRAM_TABLE):
-            self.updates.update(group)
+            with cpu.bypass():
+                self.updates.update(group)
             if group["role"] == ENGRAM_TABLE:
                 self._publish()
         for part, tensor in self.mine:
