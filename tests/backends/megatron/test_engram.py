@@ -471,14 +471,14 @@ def test_training_in_layouts_is_training_with_whole_tables(home, overrides, requ
 
 def messages(folder, *cases):
     """On a rank: what refuses each list of overrides."""
-    from megatron_dsv41.backends.megatron import launch, trainer
+    from megatron_dsv41.backends.megatron import launch, run_checks
 
     launch.prepare_process()
     found = []
     for overrides in cases:
         with pytest.raises(ValueError) as error:
             run = tiny_run(folder, *SMOOTH, *overrides)
-            trainer.check(run.legs[0])
+            run_checks.check(run.legs[0])
         found.append(str(error.value))
     return found
 

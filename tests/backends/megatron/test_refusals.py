@@ -24,13 +24,13 @@ def train(folder, *overrides):
 
 def refusals(folder, *cases):
     """The message that each list of overrides meets, on a rank; None when it would have trained."""
-    from megatron_dsv41.backends.megatron import launch, trainer
+    from megatron_dsv41.backends.megatron import launch, run_checks
 
     launch.prepare_process()
     found = []
     for overrides in cases:
         try:
-            trainer.check(tiny_run(folder, *overrides).legs[0])
+            run_checks.check(tiny_run(folder, *overrides).legs[0])
             found.append(None)
         except (ValueError, OSError) as error:
             found.append(f"{type(error).__name__}: {error}")

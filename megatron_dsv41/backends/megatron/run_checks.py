@@ -1,0 +1,148 @@
+"""What can be found wrong with a run before anything is built: settings, data, folder, weights to start from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_dsv41.backends.megatron import checkpoints, settings
+from megatron_dsv41.backends.megatron.config import check_megatron_settings
+from megatron_dsv41.backends.megatron.initial import open_weights
+from megatron_dsv41.backends.te.machine import check_here
+from megatron_dsv41.checkpoint.sources import StateSource
+from megatron_dsv41.checkpoint.team import Team
+from megatron_dsv41.data.check import check_prepared
+from megatron_dsv41.data.files import write_whole
+from megatron_dsv41.data.prepared import cache_key, prepared_paths
+from megatron_dsv41.data.token_map import load_token_map
+from megatron_dsv41.data.tokenizer import open_tokenizer
+from megatron_dsv41.experiments.flops import count_parameters
+from megatron_dsv41.modules.engram import EngramHash
+from megatron_dsv41.ops.registry import Ops
+from megatron_dsv41.run_config import Leg, Run, load_run
+
+
+@dataclasses.dataclass
+class Corpus:
+    """What the run knows about its tokens before it reads them."""
+
+    token_map: Tensor
+    eod_id: int
+    digest: str
+    hash_digest: str  # of everything that decides an Engram row
+
+
+@dataclasses.dataclass
+class Checked:
+    """A run whose settings, data and folder fit together."""
+
+    corpus: Corpus
+    data_parallel_size: int
+    resume_step: int | None
+    weights: StateSource | None  # what to start from
+
+
+def check_settings(run: Run) -> int:
+    """What can be found wrong without looking at files: ValueError. The data-parallel size."""
+    data_parallel_size = settings.check_settings(run, torch.distributed.get_world_size())
+    check_megatron_settings(run)
+    check_here(run.precision)
+    Ops(run.ops)
+    return data_parallel_size
+
+
+def check(leg: Leg) -> Checked:
+    """What can be found wrong before anything is built. Collective; ValueError or OSError on every rank alike."""
+    run, whole = leg.run, leg.whole
+    data_parallel_size = check_settings(run)
+    corpus = on_first(lambda: open_corpus(whole))
+    resume_step = on_first(lambda: _open_run(whole, leg.start))
+    weights = None
+    if run.train.init_from and resume_step is None:
+        weights = open_weights(run.train.init_from, run.architecture())
+        check_same_hash(getattr(getattr(weights, "record", None), "hash_digest", None), corpus, run.train.init_from)
+    if resume_step is None:
+        on_first(lambda: record_run(whole))
+    return Checked(corpus, data_parallel_size, resume_step, weights)
+
+
+def _open_run(run: Run, start: int) -> int | None:
+    folder = Path(run.checkpoint.folder)
+    step = checkpoints.open_folder(folder, run.checkpoint.resume or start > 0)
+    if step is not None and step >= run.steps:
+        raise ValueError(f"{folder} already holds step {step} of {run.steps}: raise train.steps to go on")
+    if step is not None and run.checkpoint.optimizer:
+        _check_same_optimizer(run, folder / "run.yaml")
+    weights = count_parameters(run.architecture()).total
+    checkpoints.require_space(folder, weights * (16 if run.checkpoint.optimizer else 4))
+    return step
+
+
+def record_run(run: Run) -> None:
+    """What the folder holds from here on. On a resume only after its checkpoint was found to fit."""
+    folder = Path(run.checkpoint.folder)
+    write_whole(folder / "run.yaml", run.to_yaml().encode())
+
+
+def check_same_hash(stored: str | None, corpus: Corpus, where: str) -> None:
+    """ValueError when weights were trained with other Engram rows: another tokenizer of equal size looks alike."""
+    if stored is not None and stored != corpus.hash_digest:
+        raise ValueError(
+            f"{where} was trained with Engram hash constants {stored[:12]}, the data of this run give "
+            f"{corpus.hash_digest[:12]}: its tokenizer or its Engram settings are not those of the weights; "
+            "prepare the data with the tokenizer that the weights were trained with"
+        )
+
+
+def _check_same_optimizer(run: Run, stored: Path) -> None:
+    """ValueError when the folder's checkpoints hold the state of another optimizer."""
+    before = load_run(stored) if stored.is_file() else run
+    for setting, was, now in (
+        ("optimizer.name", before.optimizer.name, run.optimizer.name),
+        ("parallel.engram", before.parallel.engram, run.parallel.engram)
+        if before.stock_optimizer != run.stock_optimizer  # AdamW with owned tables is ours, without Megatron's
+        else ("", None, None),
+        ("engram.table", before.engram_table, run.engram_table),
+        ("engram.master", before.engram.master, run.engram.master),
+    ):
+        if was != now:
+            raise ValueError(
+                f"checkpoint.folder {stored.parent} was trained with {setting}={was}, whose state {setting}={now} "
+                f"cannot continue: set {setting}={was}, or start another folder from its weights with train.init_from"
+            )
+    if _trains_indexers(run) and not _trains_indexers(before):
+        raise ValueError(
+            f"checkpoint.folder {stored.parent} was trained with phase.index_loss=off, and holds no optimizer state of "
+            "indexers: start another folder from its weights with train.init_from; within one run, list its phases"
+        )
+
+
+def _trains_indexers(run: Run) -> bool:
+    """In any phase; only then have they gradients, and state."""
+    return any(leg.run.phase.index_loss != "off" for leg in run.legs)
+
+
+def open_corpus(run: Run) -> Corpus:
+    """Check all prepared files of the run's phases, which must be of one tokenizer."""
+    config = run.architecture()
+    lengths: dict[str, int] = {}
+    for data in (leg.run.data for leg in run.legs):
+        for prefix in (*data.train, *data.valid):
+            lengths[prefix] = max(lengths.get(prefix, 0), data.seq_length)
+    prefixes = list(lengths)
+    tokenizer = open_tokenizer(run.data.tokenizer).sha256 if run.data.tokenizer else None
+    for prefix, length in lengths.items():
+        sidecar = check_prepared(prefix, config, tokenizer_sha256=tokenizer, min_tokens=length + 1)
+        tokenizer = sidecar.tokenizer_sha256
+    token_map = load_token_map(prepared_paths(prefixes[0]).token_map, config)
+    digest = EngramHash(config, token_map.ids).digest
+    return Corpus(token_map.ids, config.eos_token_id, cache_key(prefixes), digest)
+
+
+def on_first[T](function: Callable[[], T]) -> T:
+    """`function()` on rank 0 only; every rank gets its value or raises its error. Collective."""
+    return Team(torch.distributed.get_rank(), torch.distributed.get_world_size()).first(function)
