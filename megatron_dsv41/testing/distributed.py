@@ -128,7 +128,14 @@ def _end(process: Any, grace: float) -> None:
 def _context(device: str) -> Any:
     if device == "cuda":  # what the server has imported touches CUDA, which no forked process can use then
         return multiprocessing.get_context("spawn")
-    # The server is started by the first use and inherits this environment.
+    return fork_server()
+
+
+def fork_server() -> Any:
+    """The context of processes that have imported everything. A process has one such server: all tests share it.
+
+    It is started by the first use and inherits the environment.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOAD])
@@ -152,7 +159,7 @@ def _rank_main(
         from megatron_dsv41.backends.megatron import cpu, patches
 
         cpu.install()  # function modes belong to a thread: enter them in the one that runs the test
-        patches.fix_stock()  # another user of fork servers in this process may have preloaded something else
+        patches.fix_stock()  # a spawned rank has not imported the server's modules
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's sequence parallelism asks for it
         if device == "cuda":

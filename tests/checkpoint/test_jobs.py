@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import random
 import shutil
@@ -16,6 +15,7 @@ from megatron_dsv41.checkpoint.convert import import_checkpoint
 from megatron_dsv41.checkpoint.jobs import JOB, Job, Unit, divide, log_name, run_job
 from megatron_dsv41.checkpoint.safetensors_io import SINGLE, Shard, ShardWriter, TensorSpec
 from megatron_dsv41.checkpoint.verify import verify
+from megatron_dsv41.testing.distributed import fork_server
 from megatron_dsv41.testing.released import folder_bytes, full_config, import_slowly
 
 SPEC = TensorSpec("a", "U8", (8,))
@@ -136,9 +136,7 @@ def test_progress_bar_shows(tmp_path, capsys):
 
 def start_and_kill(source, out, seconds: float) -> bool:
     """Start an import in a process of its own; whether it was still going when it was killed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_dsv41.checkpoint.convert"])
-    process = context.Process(target=import_slowly, args=(source, out, 0.002))
+    process = fork_server().Process(target=import_slowly, args=(source, out, 0.002))
     process.start()
     process.join(seconds)
     alive = process.is_alive()
