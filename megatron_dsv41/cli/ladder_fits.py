@@ -21,7 +21,7 @@ def print_fits(report: dict[str, Any]) -> None:
             columns = (what, *names, "residual", "noise", "lack of fit p", "cells")
             console.print(table(columns, [(name, *_fit_row(fit)) for name, fit in good.items()]))
         for name, fit in fits.items():
-            for problem in [fit["refused"]] if "refused" in fit else fit["problems"]:
+            for problem in [fit["refused"]] if "refused" in fit else [*fit["problems"], *fit["remarks"]]:
                 console.print(f"  {name}: {'refused: ' if 'refused' in fit else ''}{problem}", markup=False)
         console.print()
     for title, found in (("Iso-FLOP", report["iso_flops"]), ("Sweep of", report["sweeps"])):

@@ -33,6 +33,7 @@ LEAST_VALUES = 3  # distinct sizes per variable
 LARGEST_CORRELATION = 0.98  # of log N and log D: beyond it the two terms cannot be told apart
 LARGEST_CONDITION = 1e4
 WRONG_FORM = 0.01  # p-value of the lack-of-fit test below which the form is flagged
+LARGEST_MISFIT = 0.02  # of log losses: a flagged form that is closer is used, with intervals from its residuals
 
 
 class Refused(ValueError):
@@ -66,9 +67,10 @@ class Fit:
     law: Law
     cells: Cells
     samples: tuple[Law, ...]  # bootstrap
-    noise: float  # standard deviation of log loss between seeds; of residuals when no cell has two
+    noise: float  # standard deviation of log loss between seeds; of residuals when no cell has two, or in a wrong form
     lack_of_fit: float | None  # p-value; None: no cell has two seeds, so form and noise cannot be told apart
     problems: tuple[str, ...]  # extrapolate only when empty
+    remarks: tuple[str, ...] = ()  # what a reader of the parameters must know
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """Low and high end of every published parameter."""
@@ -104,19 +106,26 @@ def fit_cells(cells: Cells, *, samples: int = 200, seed: int = 0) -> Fit:
     residuals = log_residuals(law, cells.variables, cells.loss)
     seeds = seed_deviations(cells)
     p_value = lack_of_fit(cells, residuals)
-    problems = list(_degenerate(law, cells))
-    if p_value is not None and p_value < WRONG_FORM:
-        problems.append(
-            f"the form does not describe the cells: its residuals are larger than seeds explain (p = {p_value:.2g})"
-        )
-    parameters = 1 + 2 * len(cells.variables)
-    use_seeds = len(seeds) > 0 and not (p_value is not None and p_value < WRONG_FORM)
-    freedom = len(seeds) - _replicated(cells) if use_seeds else len(cells) - parameters
-    pool = seeds if use_seeds else residuals * math.sqrt(len(cells) / freedom)
+    wrong = p_value is not None and p_value < WRONG_FORM
+    parameters, groups = 1 + 2 * len(cells.variables), list(cells.groups.values())
+    if wrong:  # what the form misses, cells of one size miss together
+        means = np.array([residuals[indices].mean() for indices in groups])
+        pool, freedom = means * math.sqrt(len(groups) / (len(groups) - parameters)), len(groups) - parameters
+    elif len(seeds):
+        pool, freedom = seeds, len(seeds) - _replicated(cells)
+    else:
+        pool, freedom = residuals * math.sqrt(len(cells) / (len(cells) - parameters)), len(cells) - parameters
     noise = float(np.sqrt(np.mean(pool**2)))
     # Few degrees of freedom know the noise badly: the pool is widened as Student's t widens a normal interval.
     pool = pool * float(stats.t.ppf(0.5 + LEVEL / 2, freedom) / 1.96)
-    return Fit(law, cells, _bootstrap(law, cells, pool, samples, seed), noise, p_value, tuple(problems))
+    together = groups if wrong else [[index] for index in range(len(cells))]
+    problems, remarks = _not_falling(law, cells), _undetermined(law, cells)
+    if wrong:
+        beyond = f"it misses {noise:.2%}, more than seeds explain (p = {p_value:.2g})"
+        text = f"the form does not describe the cells: {beyond}"
+        (problems if noise > LARGEST_MISFIT else remarks).append(text)
+    drawn = _bootstrap(law, cells, pool, together, samples, seed)
+    return Fit(law, cells, drawn, noise, p_value, tuple(problems), tuple(remarks))
 
 
 def seed_deviations(cells: Cells) -> Array:
@@ -153,12 +162,17 @@ def _replicated(cells: Cells) -> int:
     return sum(len(indices) > 1 for indices in cells.groups.values())
 
 
-def _bootstrap(law: Law, cells: Cells, pool: Array, samples: int, seed: int) -> tuple[Law, ...]:
-    """Refits of the law's own losses with noise drawn from the pool."""
+def _bootstrap(
+    law: Law, cells: Cells, pool: Array, together: Sequence[Sequence[int]], samples: int, seed: int
+) -> tuple[Law, ...]:
+    """Refits of the law's own losses with noise drawn from the pool, one draw for the cells of each of `together`."""
     random = np.random.default_rng(seed)
-    mean = law(*cells.variables)
-    draws = random.choice(pool, (samples, len(cells))) * random.choice([-1.0, 1.0], (samples, len(cells)))
-    return refit_law(law, cells.variables, mean * np.exp(draws))
+    mean, shape = law(*cells.variables), (samples, len(together))
+    draws = random.choice(pool, shape) * random.choice([-1.0, 1.0], shape)
+    noise = np.empty((samples, len(cells)))
+    for number, indices in enumerate(together):
+        noise[:, indices] = draws[:, number, None]
+    return refit_law(law, cells.variables, mean * np.exp(noise))
 
 
 def _check_enough(cells: Cells) -> None:
@@ -180,13 +194,18 @@ def _check_enough(cells: Cells) -> None:
             )
 
 
-def _degenerate(law: Law, cells: Cells) -> list[str]:
-    """Parameters that the cells do not determine."""
-    found: list[str] = []
-    for name, exponent, amplitude in zip(cells.names, law.exponents, law.amplitudes, strict=True):
-        if not 0.01 < exponent < 0.95 * LARGEST_EXPONENT or amplitude < 1e-4 * law.irreducible:
-            found.append(f"the loss does not fall with {name} as a power law: exponent {exponent:.3g}")
+def _not_falling(law: Law, cells: Cells) -> list[str]:
+    """Terms that are no power law of their size."""
+    return [
+        f"the loss does not fall with {name} as a power law: exponent {exponent:.3g}"
+        for name, exponent, amplitude in zip(cells.names, law.exponents, law.amplitudes, strict=True)
+        if not 0.01 < exponent < 0.95 * LARGEST_EXPONENT or amplitude < 1e-4 * law.irreducible
+    ]
+
+
+def _undetermined(law: Law, cells: Cells) -> list[str]:
+    """Parameters that may trade against each other. What they say together, a loss, may be known well all the same."""
     condition = float(np.linalg.cond(sensitivity(law, cells.variables)))
-    if condition > LARGEST_CONDITION:
-        found.append(f"the cells do not determine the parameters (condition number {condition:.1g})")
-    return found
+    if condition <= LARGEST_CONDITION:
+        return []
+    return [f"the cells do not determine single parameters (condition number {condition:.1g})"]

@@ -12,6 +12,8 @@ from megatron_dsv41.experiments.collect import Row
 from megatron_dsv41.experiments.fit import Fit, Refused, cells_c, cells_nd, fit_cells, interval, main_rows
 from megatron_dsv41.experiments.ladder import BASE
 
+WIDEST = 0.05  # half of an interval, over the predicted loss: wider ones are no prediction
+
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
@@ -28,6 +30,11 @@ class Prediction:
     def error(self) -> float:
         """Signed relative error."""
         return self.predicted / self.measured - 1
+
+    @property
+    def open(self) -> bool:
+        """Whether the fit leaves open what the point reaches."""
+        return (self.high - self.low) / 2 > WIDEST * self.predicted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +66,24 @@ class Multiplier:
 
 
 def leave_largest_out(rows: Sequence[Row], convention: str, arm: str = BASE) -> HeldOut:
-    """Predict the deepest rung from all others. Raises Refused, also when their fit is not to be extrapolated."""
+    """Predict the deepest rung from all others: points whose interval is narrow enough to be a prediction.
+
+    Raises Refused where there is none, or where the fit is not to be extrapolated.
+    """
     rows = main_rows(rows, arm)
     largest = max((row.depth for row in rows), default=0)
     fit = fit_cells(cells_nd([row for row in rows if row.depth < largest], convention))
     if fit.problems:
         raise Refused("no extrapolation from this fit: " + "; ".join(fit.problems))
-    return HeldOut(_predict(fit, [row for row in rows if row.depth == largest], convention), ())
+    found = _predict(fit, [row for row in rows if row.depth == largest], convention)
+    left_open = [
+        f"the other rungs leave depth {p.depth} with {p.tokens:.3g} tokens open: {p.low:.3g} to {p.high:.3g}"
+        for p in found
+        if p.open
+    ]
+    if len(left_open) == len(found):
+        raise Refused("; ".join([*left_open, *fit.remarks]))
+    return HeldOut(tuple(p for p in found if not p.open), (*left_open, *fit.remarks))
 
 
 def leave_one_out(rows: Sequence[Row], convention: str, arm: str = BASE) -> HeldOut:

@@ -81,6 +81,7 @@ def _described(fit: Fit) -> dict[str, Any]:
         "noise": fit.noise,
         "lack_of_fit_p": fit.lack_of_fit,
         "problems": list(fit.problems),
+        "remarks": list(fit.remarks),
     }
 
 

@@ -65,7 +65,7 @@ def _fit_rows(fits: dict[str, Any]) -> list[dict[str, str]]:
                 "mean residual": f"{fit['mean_residual']:.2%}",
                 "noise": f"{fit['noise']:.2%}",
                 "lack of fit p": "-" if p is None else f"{p:.2g}",
-                "note": "; ".join(fit["problems"]),
+                "note": "; ".join([*fit["problems"], *fit["remarks"]]),
             }
         )
     return found

@@ -46,11 +46,11 @@ def row(n, d, loss, *, arm="base", depth=8, seed=1, kind="tokens", size=1.0, flo
     )
 
 
-def ladder_rows(seed=0, noise=NOISE, seeds=(1, 2), form=loss_of, multiples=MULTIPLES):
+def ladder_rows(seed=0, noise=NOISE, seeds=(1, 2), form=loss_of, multiples=MULTIPLES, sizes=SIZES):
     random = np.random.default_rng(seed)
     return [
         row(n, n * m, form(n, n * m) * np.exp(random.normal(0, noise)), depth=8 + 2 * i, seed=s, size=m)
-        for i, n in enumerate(SIZES)
+        for i, n in enumerate(sizes)
         for m in multiples
         for s in seeds
     ]
@@ -110,7 +110,43 @@ def test_a_wrong_form_is_flagged_and_not_extrapolated():
 
 
 def test_the_right_form_is_not_flagged():
-    assert [fit_cells(cells(ladder_rows(seed=s)), samples=2).problems for s in range(5)] == [()] * 5
+    fits = [fit_cells(cells(ladder_rows(seed=s)), samples=2) for s in range(5)]
+    assert [(fit.problems, fit.remarks) for fit in fits] == [((), ())] * 5
+
+
+def test_a_form_that_is_a_little_wrong_predicts_with_intervals_from_its_residuals():
+    rows = ladder_rows(noise=2e-4, form=lambda n, d: loss_of(n, d) * (1 + 0.01 * np.cos(2 * np.log(n * d))))
+    fit = fit_cells(cells(rows), samples=5)
+    assert fit.lack_of_fit < 1e-6 and fit.problems == () and "does not describe" in fit.remarks[-1]
+    held = leave_largest_out(rows, "active")
+    assert held.problems and all(p.low < p.measured < p.high for p in held.predictions)
+    assert min(p.high - p.low for p in held.predictions) > 0.01  # seeds agree to 0.0002
+
+
+def with_slow_terms(n, d):
+    """A term that falls so slowly that it looks like a constant, and no constant."""
+    return 8.8 / n**0.11 + 630 / d**0.49
+
+
+def test_a_loss_may_be_known_better_than_the_parameters():
+    rows = ladder_rows(form=with_slow_terms, noise=1e-3, multiples=(0.5, 1), sizes=(1.9e5, 3e5, 3.3e5, 4.7e5, 7.9e5))
+    fit = fit_cells(cells([r for r in rows if r.depth < 16]), samples=5)
+    assert fit.problems == () and "do not determine single parameters" in fit.remarks[0]
+    held = leave_largest_out(rows, "active")
+    assert held.unsigned < 0.02
+    assert fit.remarks[0] in held.problems
+
+
+def test_a_loss_that_is_left_open_is_refused():
+    with pytest.raises(Refused, match="leave depth 16 with .* open"):
+        leave_largest_out(ladder_rows(noise=0.15), "active")
+
+
+def test_intervals_of_held_out_losses_hold_them():
+    found = [p for seed in range(20) for p in leave_largest_out(ladder_rows(seed=seed), "active").predictions]
+    truth = [loss_of(SIZES[-1], p.tokens) for p in found]
+    held = [p.low <= value <= p.high for p, value in zip(found, truth, strict=True)]
+    assert sum(held) >= 0.8 * len(held)  # three dependent points of each of 20 ladders
 
 
 @pytest.mark.parametrize(
