@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from megatron_dsv41.experiments.flops import flops_per_token
@@ -7,6 +9,7 @@ from megatron_dsv41.experiments.ladder_plan import describe_ladder
 from megatron_dsv41.run_config import load_run
 from megatron_dsv41.typed_yaml import build
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "ladder"
 SMALL = {
     "width_per_layer": 4,
     "width_multiple": 8,
@@ -138,9 +141,12 @@ def test_mistakes_are_named(changes, words):
         plan_cells(ladder(**changes))
 
 
-def test_the_example_is_a_ladder():
-    from pathlib import Path
-
-    file = Path(__file__).parents[2] / "examples" / "ladder" / "cpu.yaml"
-    example = load_ladder(file)
-    assert len({cell.id for cell in cells_of(example)}) == 5 * 2 * 2  # rungs, token multiples, seeds
+@pytest.mark.parametrize(
+    "name, rungs, cells", [("cpu", 5, 5 * 2 + 2 * 2 * 2), ("gpu", 3, 3 * 2), ("optimizer", 1, 9 * 3)]
+)
+def test_examples_are_ladders_that_fit_their_hardware(name, rungs, cells):
+    example = load_ladder(EXAMPLES / f"{name}.yaml")
+    planned = plan_cells(example)
+    assert len(example.depths) == rungs
+    assert len({cell.id for cell in planned}) == cells
+    assert describe_ladder(example, planned)["problems"] == []
