@@ -112,6 +112,10 @@ class Step:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         self.ids_BS = torch.randint(4, self.config.vocab_size, (1, tokens), device=device)
 
+    def _layout(self) -> Layout:
+        whole_logits = self.model.ops.chosen["head.losses"] == "ref"
+        return Layout(seq_length=self.tokens, recompute=self.recompute, whole_logits=whole_logits)
+
     def run(self) -> None:
         """Forward, loss, backward."""
         if not self.adds:
@@ -142,7 +146,7 @@ class Step:
             "TFLOP/s": flops / seconds / 1e12,
         }
         if self.device.type == "cuda":
-            peak, layout = torch.cuda.max_memory_allocated(), Layout(seq_length=self.tokens, recompute=self.recompute)
+            peak, layout = torch.cuda.max_memory_allocated(), self._layout()
             found["peak GiB"] = peak / 2**30
             if self.adds:  # otherwise gradients are part of what a step allocates
                 found["of it, activations GiB"] = (peak - resting) / 2**30

@@ -24,6 +24,7 @@ from megatron_dsv41.experiments.planning import (
     describe_traffic,
 )
 from megatron_dsv41.experiments.run_flops import RunFlops, training_flops_per_token
+from megatron_dsv41.ops.registry import choose
 from megatron_dsv41.optim.groups import group_parameters
 from megatron_dsv41.presets import PRESETS
 from megatron_dsv41.recipes import RECIPES
@@ -213,6 +214,7 @@ def _layout(planned: Run, ranks: int) -> Layout:
         seq_length=planned.data.seq_length,
         recompute=planned.train.recompute,
         cut=parallel.layout,
+        whole_logits=choose(planned.ops)["head.losses"] == "ref",
     )
 
 

@@ -13,6 +13,7 @@ from megatron_dsv41.experiments.ladder_cells import PlannedCell
 from megatron_dsv41.experiments.memory import Layout, memory_per_rank
 from megatron_dsv41.experiments.run_flops import training_flops_per_token
 from megatron_dsv41.layer_plan import plan_layers
+from megatron_dsv41.ops.registry import choose
 from megatron_dsv41.run_config import Run
 
 # Ways to count N. `flops` is C / 6D: what the compute itself says.
@@ -54,6 +55,7 @@ def layout_of(run: Run, ranks: int) -> Layout:
         seq_length=run.data.seq_length,
         recompute=run.train.recompute,
         cut=parallel.layout,
+        whole_logits=choose(run.ops)["head.losses"] == "ref",
     )
 
 

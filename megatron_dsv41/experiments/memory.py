@@ -3,7 +3,8 @@
 Per parameter: weights in the training dtype; gradients fp32; AdamW state 12 bytes for bf16 weights (fp32 main copy
 and two moments), 8 for fp32 weights, or what the layout says; divided over the ranks that share the parameter when
 the optimizer is distributed. Tensor parallelism leaves what is small whole (`WHOLE`). Engram rows divide over their
-own group. Activations divide over context parallelism, and over tensor parallelism when the sequence does.
+own group. Activations (`activations`) divide over context parallelism, and over tensor parallelism when the sequence
+does.
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ import math
 from collections.abc import Sequence
 
 from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.experiments.activations import (
+    activation_bytes,
+    dtype_bytes,
+    gradient_working_bytes,
+    head_working_bytes,
+    layer_working_bytes,
+)
 from megatron_dsv41.experiments.flops import layer_parameters
 from megatron_dsv41.layer_plan import LayerPlan, plan_layers
 from megatron_dsv41.parallel.stages import even_stages, parse_layout
@@ -45,6 +53,7 @@ class Layout:
     distributed_optimizer: bool = True
     state_bytes: float | None = None  # optimizer state per parameter, on average; None: AdamW's
     cut: str | None = None  # Megatron's pipeline layout string; None: even
+    whole_logits: bool = True  # as the definition of head.losses makes them
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -94,24 +103,6 @@ def memory_per_rank(config: DSV41Config, layout: Layout) -> tuple[StageMemory, .
     )
 
 
-def activation_bytes(config: DSV41Config, recompute: Recompute) -> float:
-    """Bytes per token that one layer keeps for its backward pass.
-
-    none: streams before both sites; inputs and norms of both sites; q latents, rotated q, attention output before
-    and after the inverse rotation, grouped output, window KV; for every expert gate, up and product, and
-    dispatched inputs and outputs. selective: all but what is as wide as the heads. block: the input streams alone, and
-    so for the first layer of a stage with full.
-    """
-    c, d = config, config.hidden_size
-    if recompute in ("block", "full"):
-        return c.hc_mult * d * dtype_bytes(c)
-    width = c.num_attention_heads * c.head_dim if recompute == "none" else 0
-    attention = 3 * width + c.o_groups * c.o_lora_rank + 2 * c.q_lora_rank + 2 * c.head_dim
-    inner = (c.num_experts_per_tok + c.n_shared_experts) * c.moe_intermediate_size
-    experts = 3 * inner + 2 * c.num_experts_per_tok * d + d
-    return (2 * c.hc_mult * d + 4 * d + attention + experts) * dtype_bytes(c)
-
-
 def engram_step_bytes(rows: int, entries: int, dim: int, width: int) -> float:
     """The most bytes that a rank holds for tables with owners at once, from the fetch to the return.
 
@@ -120,11 +111,6 @@ def engram_step_bytes(rows: int, entries: int, dim: int, width: int) -> float:
     of the next there are numbers: where entries lie and how they add up, where rows come from and go to.
     """
     return rows * (width + 8 * dim + 2 * ROW_NUMBERS) + 2 * ENTRY_NUMBERS * entries + SEALS
-
-
-def dtype_bytes(config: DSV41Config) -> int:
-    """Bytes of one weight or activation in the training dtype."""
-    return 4 if config.dtype == "float32" else 2
 
 
 def _stage_memory(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[LayerPlan]) -> StageMemory:
@@ -156,21 +142,27 @@ def _stage_memory(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[La
         weights=held * dtype_bytes(c),
         gradients=held * 4,
         optimizer=state * sum(shared),
-        activations=_stage_activations(c, layout, stage, len(plans)),
+        activations=_stage_activations(c, layout, stage, plans),
     )
 
 
-def _stage_activations(c: DSV41Config, layout: Layout, stage: int, num_layers: int) -> float:
-    pieces = layout.context * (layout.tensor if layout.sequence else 1)
+def _stage_activations(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[LayerPlan]) -> float:
+    """What is kept for backward passes to come, and what the one that runs needs."""
+    pieces, num_layers = layout.context * (layout.tensor if layout.sequence else 1), len(plans)
     tokens = layout.micro_batch * layout.seq_length / pieces
     # Layers whose backward is still to come, at most, under 1F1B and its interleaved form.
     pipeline, virtual = layout.pipeline, layout.virtual
     chunks = pipeline - stage if virtual == 1 else 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
-    waiting = min(chunks, layout.num_micro_batches * virtual) * num_layers / virtual
-    kept = waiting * activation_bytes(c, layout.recompute)
+    waiting = min(chunks, layout.num_micro_batches * virtual) / virtual
+    kept = waiting * sum(activation_bytes(c, layout.recompute, plan) for plan in plans)
+    working = layer_working_bytes(c)
+    everything = [activation_bytes(c, "none", plan) for plan in plans]
     if layout.recompute == "full":  # one input per chunk; one chunk at a time has everything while it runs backward
-        kept = kept * virtual / num_layers + num_layers / virtual * activation_bytes(c, "none")
+        kept *= virtual / num_layers
+        working += sum(everything) / virtual
     elif layout.recompute != "none":  # one layer at a time
-        kept += activation_bytes(c, "none")
-    logits = 2 * 4 * c.vocab_size if stage == pipeline - 1 else 0  # fp32 logits and their gradient
-    return tokens * (kept + logits)
+        working += max(everything)
+    if stage == pipeline - 1:
+        working = max(working, head_working_bytes(c, layout.whole_logits))
+    held = c.n_routed_experts / (layout.expert * layout.expert_tensor)
+    return tokens * (kept + working) + gradient_working_bytes(c, math.ceil(held))

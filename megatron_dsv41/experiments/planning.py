@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.experiments.activations import dtype_bytes
 from megatron_dsv41.experiments.communication import Stage, context_traffic, pipeline_traffic, tensor_traffic
 from megatron_dsv41.experiments.flops import (
     active_parameters,
@@ -14,7 +15,7 @@ from megatron_dsv41.experiments.flops import (
     flops_per_token,
     kv_bytes_per_token,
 )
-from megatron_dsv41.experiments.memory import Layout, dtype_bytes, memory_per_rank
+from megatron_dsv41.experiments.memory import Layout, memory_per_rank
 from megatron_dsv41.layer_plan import STATE_FIELDS, LayerPlan, live_at, plan_layers
 from megatron_dsv41.optim.groups import ParameterGroup
 from megatron_dsv41.optim.settings import Optimizer

@@ -1,0 +1,64 @@
+"""What a forward and backward pass keeps and needs beside the weights, in bytes, as the fastest kernels do it.
+
+Small things (slots, denominators, router scores, compressed latents) are left out: together about 1 %. The definitions
+(plain torch) keep more. Compared with one H200 in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+from megatron_dsv41.config import DSV41Config
+from megatron_dsv41.layer_plan import LayerPlan
+from megatron_dsv41.run_config import Recompute
+
+HEAD_BLOCK = 8192  # vocabulary rows whose logits exist at a time (ops.head.blocked)
+
+
+def activation_bytes(config: DSV41Config, recompute: Recompute, plan: LayerPlan | None = None) -> float:
+    """Bytes per token that one layer keeps for its backward pass.
+
+    none: streams before both sites; input, normed input and output of both sites; q latents before and after their
+    norm, rotated q, attention output before and after the inverse rotation, grouped output, window KV; inputs of all
+    chosen experts and, with the shared one's, gate, up and product; with Engram the rows read, keys, values and
+    streams. selective: all but what is as wide as the heads. block: the input streams alone, and so for the first layer
+    of a stage with full.
+    """
+    c, d = config, config.hidden_size
+    if recompute in ("block", "full"):
+        return c.hc_mult * d * dtype_bytes(c)
+    width = c.num_attention_heads * c.head_dim if recompute == "none" else 0
+    attention = 3 * width + c.o_groups * c.o_lora_rank + 2 * c.q_lora_rank + 2 * c.head_dim
+    experts = 3 * _inner(c) + c.num_experts_per_tok * d
+    engram = 0
+    if plan is not None and plan.has_engram:
+        engram = c.engram_columns * c.engram_head_dim + (2 * c.hc_mult + 1) * d
+    return (2 * c.hc_mult * d + 6 * d + attention + experts + engram) * dtype_bytes(c)
+
+
+def layer_working_bytes(config: DSV41Config) -> float:
+    """Bytes per token of what the backward pass of one layer makes and drops: gradients inside experts, of streams."""
+    c, d = config, config.hidden_size
+    return (3 * _inner(c) + c.num_experts_per_tok * d + 2 * c.hc_mult * d) * dtype_bytes(c)
+
+
+def head_working_bytes(config: DSV41Config, whole_logits: bool) -> float:
+    """Bytes per token of the head's backward pass: fp32 logits and their gradient, whole, or of a block of rows.
+
+    A block has its gradient in fp32 and in two parts of the training dtype, beside two fp32 gradients of the input.
+    """
+    if whole_logits:
+        return 2 * 4 * config.vocab_size
+    return min(HEAD_BLOCK, config.vocab_size) * (4 + 2 * dtype_bytes(config)) + 2 * 4 * config.hidden_size
+
+
+def gradient_working_bytes(config: DSV41Config, experts: int) -> float:
+    """Bytes of the largest gradient before it is added to its buffer: w1 and w3 of the `experts` that a rank holds."""
+    return 2 * experts * config.hidden_size * config.moe_intermediate_size * dtype_bytes(config)
+
+
+def dtype_bytes(config: DSV41Config) -> int:
+    """Bytes of one weight or activation in the training dtype."""
+    return 4 if config.dtype == "float32" else 2
+
+
+def _inner(c: DSV41Config) -> int:
+    return (c.num_experts_per_tok + c.n_shared_experts) * c.moe_intermediate_size
