@@ -6,6 +6,8 @@ Small things (slots, denominators, router scores, compressed latents) are left o
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.layer_plan import LayerPlan
 from megatron_dsv41.run_config import Recompute
@@ -13,7 +15,26 @@ from megatron_dsv41.run_config import Recompute
 HEAD_BLOCK = 8192  # vocabulary rows whose logits exist at a time (ops.head.blocked)
 
 
-def activation_bytes(config: DSV41Config, recompute: Recompute, plan: LayerPlan | None = None) -> float:
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How many ranks share a token's tensors: heads, inner widths and vocabulary; what lies between sites; experts."""
+
+    tensor: int = 1
+    between_sites: int = 1  # as `tensor` with sequence parallelism, which gathers the inputs of sites
+    expert_tensor: int = 1  # ranks that have one expert, and its tokens
+
+    @property
+    def dispatched(self) -> float:
+        """Tokens that reach a rank's experts, over those of its tensor group."""
+        return self.expert_tensor / self.tensor
+
+
+WHOLE = Division()
+
+
+def activation_bytes(
+    config: DSV41Config, recompute: Recompute, plan: LayerPlan | None = None, divided: Division = WHOLE
+) -> float:
     """Bytes per token that one layer keeps for its backward pass.
 
     none: streams before both sites; input, normed input and output of both sites; q latents before and after their
@@ -24,30 +45,32 @@ def activation_bytes(config: DSV41Config, recompute: Recompute, plan: LayerPlan 
     """
     c, d = config, config.hidden_size
     if recompute in ("block", "full"):
-        return c.hc_mult * d * dtype_bytes(c)
+        return c.hc_mult * d * dtype_bytes(c) / divided.between_sites
     width = c.num_attention_heads * c.head_dim if recompute == "none" else 0
-    attention = 3 * width + c.o_groups * c.o_lora_rank + 2 * c.q_lora_rank + 2 * c.head_dim
-    experts = 3 * _inner(c) + c.num_experts_per_tok * d
-    engram = 0
+    between = (2 * c.hc_mult + 4) * d
     if plan is not None and plan.has_engram:
-        engram = c.engram_columns * c.engram_head_dim + (2 * c.hc_mult + 1) * d
-    return (2 * c.hc_mult * d + 6 * d + attention + experts + engram) * dtype_bytes(c)
+        between += c.engram_columns * c.engram_head_dim + (2 * c.hc_mult + 1) * d
+    inside = 2 * d + 2 * c.q_lora_rank + 2 * c.head_dim + divided.dispatched * c.num_experts_per_tok * d
+    shared = 3 * width + c.o_groups * c.o_lora_rank + 3 * _inner(c)
+    return (between / divided.between_sites + inside + shared / divided.tensor) * dtype_bytes(c)
 
 
-def layer_working_bytes(config: DSV41Config) -> float:
+def layer_working_bytes(config: DSV41Config, divided: Division = WHOLE) -> float:
     """Bytes per token of what the backward pass of one layer makes and drops: gradients inside experts, of streams."""
     c, d = config, config.hidden_size
-    return (3 * _inner(c) + c.num_experts_per_tok * d + 2 * c.hc_mult * d) * dtype_bytes(c)
+    experts = 3 * _inner(c) / divided.tensor + divided.dispatched * c.num_experts_per_tok * d
+    return (experts + 2 * c.hc_mult * d / divided.between_sites) * dtype_bytes(c)
 
 
-def head_working_bytes(config: DSV41Config, whole_logits: bool) -> float:
+def head_working_bytes(config: DSV41Config, whole_logits: bool, divided: Division = WHOLE) -> float:
     """Bytes per token of the head's backward pass: fp32 logits and their gradient, whole, or of a block of rows.
 
     A block has its gradient in fp32 and in two parts of the training dtype, beside two fp32 gradients of the input.
     """
+    rows = config.vocab_size / divided.tensor
     if whole_logits:
-        return 2 * 4 * config.vocab_size
-    return min(HEAD_BLOCK, config.vocab_size) * (4 + 2 * dtype_bytes(config)) + 2 * 4 * config.hidden_size
+        return 2 * 4 * rows
+    return min(HEAD_BLOCK, rows) * (4 + 2 * dtype_bytes(config)) + 2 * 4 * config.hidden_size
 
 
 def gradient_working_bytes(config: DSV41Config, experts: int) -> float:

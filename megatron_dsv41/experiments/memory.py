@@ -3,8 +3,7 @@
 Per parameter: weights in the training dtype; gradients fp32; AdamW state 12 bytes for bf16 weights (fp32 main copy
 and two moments), 8 for fp32 weights, or what the layout says; divided over the ranks that share the parameter when
 the optimizer is distributed. Tensor parallelism leaves what is small whole (`WHOLE`). Engram rows divide over their
-own group. Activations (`activations`) divide over context parallelism, and over tensor parallelism when the sequence
-does.
+own group. Activations are counted in `activations`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.experiments.activations import (
+    Division,
     activation_bytes,
     dtype_bytes,
     gradient_working_bytes,
@@ -148,21 +148,21 @@ def _stage_memory(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[La
 
 def _stage_activations(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[LayerPlan]) -> float:
     """What is kept for backward passes to come, and what the one that runs needs."""
-    pieces, num_layers = layout.context * (layout.tensor if layout.sequence else 1), len(plans)
-    tokens = layout.micro_batch * layout.seq_length / pieces
+    divided = Division(layout.tensor, layout.tensor if layout.sequence else 1, layout.expert_tensor)
+    tokens = layout.micro_batch * layout.seq_length / layout.context
     # Layers whose backward is still to come, at most, under 1F1B and its interleaved form.
     pipeline, virtual = layout.pipeline, layout.virtual
     chunks = pipeline - stage if virtual == 1 else 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
     waiting = min(chunks, layout.num_micro_batches * virtual) / virtual
-    kept = waiting * sum(activation_bytes(c, layout.recompute, plan) for plan in plans)
-    working = layer_working_bytes(c)
-    everything = [activation_bytes(c, "none", plan) for plan in plans]
+    kept = waiting * sum(activation_bytes(c, layout.recompute, plan, divided) for plan in plans)
+    working = layer_working_bytes(c, divided)
+    everything = [activation_bytes(c, "none", plan, divided) for plan in plans]
     if layout.recompute == "full":  # one input per chunk; one chunk at a time has everything while it runs backward
-        kept *= virtual / num_layers
+        kept *= virtual / len(plans)
         working += sum(everything) / virtual
     elif layout.recompute != "none":  # one layer at a time
         working += max(everything)
     if stage == pipeline - 1:
-        working = max(working, head_working_bytes(c, layout.whole_logits))
-    held = c.n_routed_experts / (layout.expert * layout.expert_tensor)
-    return tokens * (kept + working) + gradient_working_bytes(c, math.ceil(held))
+        working = max(working, head_working_bytes(c, layout.whole_logits, divided))
+    experts = math.ceil(c.n_routed_experts / (layout.expert * layout.expert_tensor))
+    return tokens * (kept + working) + gradient_working_bytes(c, experts)

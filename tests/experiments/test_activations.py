@@ -39,3 +39,15 @@ def test_a_blocked_head_needs_no_whole_logits():
     assert whole == 8 * flash.vocab_size
     assert blocks < whole / 5
     assert blocked.BLOCK == activations.HEAD_BLOCK
+
+
+def test_tensor_parallelism_divides_what_it_cuts():
+    flash = presets.flash()
+    whole = activations.activation_bytes(flash, "none")
+    cut = activations.activation_bytes(flash, "none", divided=activations.Division(tensor=4, expert_tensor=4))
+    sharded = activations.activation_bytes(flash, "none", divided=activations.Division(4, 4, 4))
+    wide = 3 * 64 * 512 + 8 * 1024 + 3 * 7 * 2304
+    assert whole - cut == 2 * wide * 3 / 4  # inputs of sites and of experts are whole on every rank
+    assert cut - sharded == 2 * 12 * 5120 * 3 / 4  # four streams twice, two inputs and two outputs
+    own_experts = activations.activation_bytes(flash, "none", divided=activations.Division(4, 4, expert_tensor=1))
+    assert sharded - own_experts == 2 * 6 * 5120 * 3 / 4
