@@ -72,6 +72,10 @@ def rope(tokens: int) -> Iterator[Case]:
     turn = cos_sin(torch.arange(tokens, device="cuda"), plain_frequencies(64, 10000.0))
     moved = 2 * q.numel() * 2e-9
     yield Case("rotary, 64 heads", "rope.rotate", lambda f: [f(q, *turn)], [q], moved, moved)
+    owned = [random(tokens, HEADS, HEAD_DIM).detach() for _ in range(4)]  # of one, the cache would hold what turns
+    moved = 2 * 4 * tokens * HEADS * 64 * 2e-9
+    name = "rotary in place, 64 heads, four"
+    yield Case(name, "rope.rotate_owned", lambda f: [f(x, *turn) for x in owned], owned, moved, None)
 
 
 def norm(tokens: int) -> Iterator[Case]:

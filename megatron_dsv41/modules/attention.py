@@ -19,6 +19,7 @@ from megatron_dsv41.modules.shared_state import SharedState
 from megatron_dsv41.ops.csa2.quality import QUALITY, selection_quality
 from megatron_dsv41.ops.csa2.ref import in_candidates, visible_entries
 from megatron_dsv41.ops.documents import Entries
+from megatron_dsv41.ops.linear.ref import Turn
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.ops.rope.ref import cos_sin, plain_frequencies, yarn_frequencies
 from megatron_dsv41.phase import Phase
@@ -120,11 +121,10 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, SharedState, IndexReport]:
         """Whatever is as wide as all heads: a site's largest tensors, and cheap to make again from its narrow ones."""
         q_THD = self.wq_b(self.primitives.fan_out(q_latent_TR)).unflatten(-1, (-1, self.config.head_dim))
-        q_THD = self.ops["rope.rotate"](q_THD, *turn_T)
-        out_THD, index_loss = self._attend(q_THD, window_kv_JD, index_queries, state, batch)
-        state, quality = self._measure(q_THD, window_kv_JD, state, batch)
-        out_THD = self.ops["rope.rotate"](out_THD, *turn_T, inverse=True)
-        return self.wo_a(out_THD.flatten(1)), state, IndexReport(index_loss, quality)
+        state, quality = self._measure(q_THD, turn_T, window_kv_JD, state, batch)
+        out_THD, index_loss = self._attend(q_THD, turn_T, window_kv_JD, index_queries, state, batch)
+        turn = Turn(*turn_T, self.ops["rope.rotate"], self.ops["rope.rotate_owned"])
+        return self.wo_a(out_THD, turn), state, IndexReport(index_loss, quality)
 
     def _compress(self, x_TD: Tensor, batch: Batch) -> SharedState:
         """A fresh state: what an earlier source left is dead from here on."""
@@ -154,11 +154,13 @@ class Attention(nn.Module):
     def _attend(
         self,
         q_THD: Tensor,
+        turn_T: tuple[Tensor, Tensor],
         window_kv_JD: Tensor,
         index_queries: tuple[Tensor, Tensor] | None,
         state: SharedState,
         batch: Batch,
     ) -> tuple[Tensor, Tensor]:
+        """Output, to be turned back, and the index loss. q, not turned yet, is given away: nobody may read it again."""
         window_start_T = batch.decoder_window_start_T if self.plan.in_decoder else batch.window_start_T
         compressed_kv = state.need("compressed_kv") if self.plan.ratio else None
         window = self.config.sliding_window
@@ -166,6 +168,19 @@ class Attention(nn.Module):
         where = (self.attn_sink, window_start_T, offset, self.config.head_dim**-0.5)
         teaches = index_queries is not None and self.indexer.trained
         sparse = teaches and self.phase.index_loss == "sparse"
+        teacher = slots = None
+        if teaches and not sparse:
+            allowed_TC = self._allowed(state, batch.entries[self.plan.ratio])
+            teacher = self.ops["csa2.dense_teacher"](
+                self.ops["rope.rotate"](q_THD.detach(), *turn_T),
+                window_kv_JD.detach(),
+                state.need("compressed_kv").detach(),
+                allowed_TC,
+                *where,
+                window=window,
+            )
+            entry = torch.arange(allowed_TC.shape[1], device=allowed_TC.device)
+            slots = torch.where(allowed_TC, entry, -1)
         attended = self.ops["csa2.sparse_attend"](
             q_THD,
             window_kv_JD,
@@ -174,24 +189,13 @@ class Attention(nn.Module):
             *where,
             window=window,
             teacher=sparse,
+            turn=turn_T,
         )
-        if index_queries is None or compressed_kv is None or not teaches:
-            return attended, q_THD.new_zeros((), dtype=torch.float32)
         if sparse:
             attended, teacher = attended
             slots = state.need("topk_indices")
-        else:
-            allowed_TC = self._allowed(state, batch.entries[self.plan.ratio])
-            teacher = self.ops["csa2.dense_teacher"](
-                q_THD.detach(),
-                window_kv_JD.detach(),
-                compressed_kv.detach(),
-                allowed_TC,
-                *where,
-                window=window,
-            )
-            entry = torch.arange(allowed_TC.shape[1], device=allowed_TC.device)
-            slots = torch.where(allowed_TC, entry, -1)
+        if index_queries is None or teacher is None:
+            return attended, window_kv_JD.new_zeros((), dtype=torch.float32)
         divergence_T = self.ops["csa2.index_divergence"](
             *index_queries, state.need("index_keys"), slots, self.primitives.sum_heads(teacher)
         )
@@ -199,9 +203,12 @@ class Attention(nn.Module):
         return attended, divergence_T.sum() / batch.total_tokens * (self.phase.index_loss_weight * batch.index_scale)
 
     def _measure(
-        self, q_THD: Tensor, window_kv_JD: Tensor, state: SharedState, batch: Batch
+        self, q_THD: Tensor, turn_T: tuple[Tensor, Tensor], window_kv_JD: Tensor, state: SharedState, batch: Batch
     ) -> tuple[SharedState, Tensor]:
-        """`selection_quality` of the probed rows, [P, C] at a time; zeros where nothing is selected or probed."""
+        """`selection_quality` of the probed rows, [P, C] at a time; zeros where nothing is selected or probed.
+
+        q is not turned yet, and still there: `_attend` takes it over.
+        """
         rows_P = batch.probe_P
         if rows_P is None or not self.plan.owns_selection:
             return state, q_THD.new_zeros(len(QUALITY), dtype=torch.float32)
@@ -213,7 +220,7 @@ class Attention(nn.Module):
         start_T = batch.decoder_window_start_T if self.plan.in_decoder else batch.window_start_T
         offset = window_kv_JD.shape[0] - q_THD.shape[0]
         teacher_PC = self.ops["csa2.dense_teacher"](
-            q_THD.detach()[rows_P],
+            self.ops["rope.rotate"](q_THD.detach()[rows_P], *(part[rows_P] for part in turn_T)),
             window_kv_JD.detach(),
             state.need("compressed_kv").detach(),
             visible_PC,

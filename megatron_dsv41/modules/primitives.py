@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.ops.documents import Groups
 from megatron_dsv41.ops.head.ref import WHOLE, VocabularyPart
-from megatron_dsv41.ops.linear.ref import block_diagonal
+from megatron_dsv41.ops.linear.ref import Turn, block_diagonal
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.ops.routing.permutation import Permutation
 
@@ -38,7 +38,10 @@ class Primitives(Protocol):
         ...
 
     def grouped_linear(self, role: str, groups: int, d_in: int, d_out: int) -> nn.Module:
-        """x [..., groups * d_in] -> [..., groups * d_out], block-diagonal; weight [groups * d_out, d_in]."""
+        """x [..., groups * d_in] -> [..., groups * d_out], block-diagonal; weight [groups * d_out, d_in].
+
+        Also (x [T, heads, D], Turn): heads side by side, turned back first.
+        """
         ...
 
     def norm(self, role: str, dim: int, eps: float) -> nn.Module:
@@ -158,9 +161,9 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(groups * d_out, d_in, dtype=dtype))
         nn.init.normal_(self.weight, std=std)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., groups * d_in] -> [..., groups * d_out]."""
-        return block_diagonal(x, self.weight.unflatten(0, (self.groups, -1)))
+    def forward(self, x: Tensor, turn: Turn | None = None) -> Tensor:
+        """x [..., groups * d_in] -> [..., groups * d_out]; with `turn`, x [T, heads, D] is turned back first."""
+        return block_diagonal(x, self.weight.unflatten(0, (self.groups, -1)), turn)
 
 
 class Norm(nn.Module):

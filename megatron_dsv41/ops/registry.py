@@ -80,6 +80,10 @@ PROVIDERS: dict[str, dict[str, str]] = {
         "ref": "megatron_dsv41.ops.rope.ref:rotate",
         "triton": "megatron_dsv41.ops.rope.triton_rotate:rotate",
     },
+    "rope.rotate_owned": {
+        "ref": "megatron_dsv41.ops.rope.ref:rotate_owned",
+        "triton": "megatron_dsv41.ops.rope.triton_rotate:rotate_owned",
+    },
     "quant.fake_fp8": {
         "ref": "megatron_dsv41.ops.quant.ref:fake_fp8",
         "triton": "megatron_dsv41.ops.quant.triton_fake:fake_fp8",

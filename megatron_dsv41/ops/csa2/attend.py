@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron_dsv41.ops.rope.triton_rotate import check_owned, rotate_owned
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -33,14 +35,19 @@ Teacher = Callable[..., Tensor]
 
 
 class SparseAttention(torch.autograd.Function):
-    """Saves q, latents, slots, output and the denominator [T, H]; the backward kernel recomputes the probabilities."""
+    """Saves q, latents, slots, output and the denominator [T, H]; the backward kernel recomputes the probabilities.
+
+    With cos and sin, q has been turned by them and its gradient is turned back: where it lies, as it is made here.
+    """
 
     @staticmethod
-    def forward(ctx, kernels: tuple[Forward, Backward], problem: Problem, q, window_kv, wide_keys, topk, sink, start):
+    def forward(
+        ctx, kernels: tuple[Forward, Backward], problem: Problem, q, window_kv, wide_keys, topk, sink, start, cos, sin
+    ):
         """Output [T, H, D] bf16 and the denominator's log, fp32 [T, H]."""
         keys = window_kv[:0] if wide_keys is None else wide_keys.to(q.dtype).contiguous()
         out, lse = kernels[0](problem, q, window_kv, keys, topk, sink, start)
-        ctx.save_for_backward(q, window_kv, keys, topk, sink, start, out, lse)
+        ctx.save_for_backward(q, window_kv, keys, topk, sink, start, out, lse, cos, sin)
         ctx.plan = (kernels[1], problem, None if wide_keys is None else wide_keys.dtype)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -48,31 +55,38 @@ class SparseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, _grad_lse):  # type: ignore[override]
         """Gradients of q, of both latents (accumulated in fp32) and of the sink."""
-        q, window_kv, keys, topk, sink, start, out, lse = ctx.saved_tensors
+        q, window_kv, keys, topk, sink, start, out, lse, cos, sin = ctx.saved_tensors
         kernel, problem, keys_dtype = ctx.plan
         grad_q, grad_window, grad_keys, delta = kernel(
             problem, q, window_kv, keys, topk, start, out, lse, grad_out.contiguous()
         )
+        if cos is not None:
+            grad_q = rotate_owned(grad_q, cos, sin, inverse=True)
         # The sink has no value, so its logit's gradient is -p_sink * delta. lse is +inf where nothing was there.
         grad_sink = -((sink - lse).exp() * delta).sum(0)
         grad_keys = None if keys_dtype is None else grad_keys.to(keys_dtype)
-        return None, None, grad_q, grad_window.to(window_kv.dtype), grad_keys, None, grad_sink, None
+        return None, None, grad_q, grad_window.to(window_kv.dtype), grad_keys, None, grad_sink, None, None, None
 
 
 def attend(
     forward: Forward, backward: Backward, teacher_kernel: Teacher,
     q_THD: Tensor, window_kv_JD: Tensor, compressed_kv_CD: Tensor | None, topk_TK: Tensor | None, sink_H: Tensor,
     window_start_T: Tensor, window_offset: int, scale: float, window: int, teacher: bool, deterministic: bool | None,
+    turn: tuple[Tensor, Tensor] | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`ref.sparse_attend` by the given kernels."""
+    """`ref.sparse_attend` by the given kernels. With `turn`, q is turned where it lies: its memory is overwritten."""
     topk = q_THD.new_empty(q_THD.shape[0], 0, dtype=torch.int32) if topk_TK is None else topk_TK.contiguous()
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     num_tokens, num_heads, dim = q_THD.shape
     problem = Problem(num_tokens, num_heads, dim, window, topk.shape[1], window_offset, scale, deterministic)
     q = q_THD.contiguous()
+    if turn is not None:
+        check_owned("csa2.sparse_attend with turn", q)
+        rotate_owned(q.detach(), *turn)  # from here on q has other values; the node below knows
     out, lse = SparseAttention.apply(
-        (forward, backward), problem, q, window_kv_JD.contiguous(), compressed_kv_CD, topk, sink_H, window_start_T
-    )
+        (forward, backward), problem, q, window_kv_JD.contiguous(), compressed_kv_CD, topk, sink_H, window_start_T,
+        *(turn or (None, None)),
+    )  # fmt: skip
     if not teacher:
         return out
     if compressed_kv_CD is None:

@@ -51,6 +51,7 @@ def sparse_attend(
     window: int,
     teacher: bool = False,
     deterministic: bool | None = None,
+    turn: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`ref.sparse_attend` with FlashMLA's forward: 64 heads of 512 channels in bf16 on SM90; gradients by "triton"."""
     check_attend(
@@ -58,5 +59,5 @@ def sparse_attend(
     )
     return attend(
         forward, triton_attend.backward, triton_attend.teacher_probabilities, q_THD, window_kv_JD, compressed_kv_CD,
-        topk_TK, sink_H, window_start_T, window_offset, scale, window, teacher, deterministic,
+        topk_TK, sink_H, window_start_T, window_offset, scale, window, teacher, deterministic, turn,
     )  # fmt: skip

@@ -127,6 +127,7 @@ def sparse_attend(
     window: int,
     teacher: bool = False,
     deterministic: bool | None = None,
+    turn: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`ref.sparse_attend` on Hopper: 512 channels, up to 64 heads (always padded to 64).
 
@@ -140,5 +141,5 @@ def sparse_attend(
         )
     return attend(
         forward, backward, triton_attend.teacher_probabilities, q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H,
-        window_start_T, window_offset, scale, window, teacher, deterministic,
+        window_start_T, window_offset, scale, window, teacher, deterministic, turn,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_dsv41.ops.documents import Entries, Groups
 from megatron_dsv41.ops.numerics import wide
+from megatron_dsv41.ops.rope.ref import rotate
 
 SCORE_ROWS = 256  # query rows scored at once: bounds the score tile to [SCORE_ROWS, I, C]
 
@@ -48,6 +49,7 @@ def sparse_attend(
     *,
     window: int,
     teacher: bool = False,
+    turn: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One softmax over window keys, selected entries and a valueless sink; keys are the values. Returns [T, H, D].
 
@@ -57,7 +59,11 @@ def sparse_attend(
     without any slot returns 0. compressed_kv may be fp32 beside a bf16 q, so that the gradients of its many readers add
     up in fp32: its values are then representable in q's dtype, its gradient comes in its own dtype.
     With `teacher`, also the head-summed probabilities of the selected slots, fp32 [T, K], without gradient.
+    With `turn`, cos and sin fp32 [T, pairs], q is turned by `rope.rotate` first. It is then given away: a provider may
+    turn it where it lies, so it must be nobody else's (a projection's output), and nobody may read it afterwards.
     """
+    if turn is not None:
+        q_THD = rotate(q_THD, *turn)
     keys = wide(window_kv_JD)
     if compressed_kv_CD is not None:
         keys = torch.cat([keys, wide(compressed_kv_CD)])

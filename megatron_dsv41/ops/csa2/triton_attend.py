@@ -150,6 +150,7 @@ def sparse_attend(
     window: int,
     teacher: bool = False,
     deterministic: bool | None = None,
+    turn: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`ref.sparse_attend` on a CUDA device: bf16 q and latents, fp32 accumulation, up to 64 heads (SPEC 8.7).
 
@@ -160,5 +161,5 @@ def sparse_attend(
     check_attend("triton", q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H, window_start_T)
     return attend(
         forward, backward, teacher_probabilities, q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H,
-        window_start_T, window_offset, scale, window, teacher, deterministic,
+        window_start_T, window_offset, scale, window, teacher, deterministic, turn,
     )  # fmt: skip

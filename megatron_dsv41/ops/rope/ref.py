@@ -59,3 +59,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
     even, odd = wide(turned).unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
     return torch.cat([still, turned.to(x.dtype)], dim=-1)
+
+
+def rotate_owned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+    """`rotate` of a tensor that the caller made and nobody reads again: a provider may turn it where it lies.
+
+    Only the result is to be used, whose memory may be that of x. No gradient: this is for the inside of autograd nodes,
+    on what they have just made. What came from elsewhere, an incoming gradient too, may be somebody else's.
+    """
+    return rotate(x.detach(), cos, sin, inverse)

@@ -16,6 +16,7 @@ from megatron_dsv41.ops.csa2.ref import (
     visible_entries,
 )
 from megatron_dsv41.ops.documents import documents_from_lengths
+from megatron_dsv41.ops.rope.ref import cos_sin, plain_frequencies, rotate
 
 F64 = torch.float64
 
@@ -69,6 +70,13 @@ def test_halo_shifts_the_window():
     whole = sparse_attend(q, kv, compressed, topk, sink, start, 0, 0.3, window=3)
     part = sparse_attend(q[4:], kv[2:], compressed, topk[4:], sink, start[4:] - 2, 2, 0.3, window=3)
     torch.testing.assert_close(part, whole[4:])
+
+
+def test_turned_first():
+    q, kv, compressed, topk, sink, start, _ = attend_inputs([9])
+    turn = cos_sin(torch.arange(9), plain_frequencies(4, 100.0))
+    call = lambda q, **turn: sparse_attend(q, kv, compressed, topk, sink, start, 0, 0.3, window=3, **turn)  # noqa: E731
+    assert torch.equal(call(q, turn=turn), call(rotate(q, *turn)))
 
 
 def test_overlap_of_window_and_selection_counts_twice():

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_dsv41.ops import registry
 from megatron_dsv41.ops.csa2 import ref
+from megatron_dsv41.ops.csa2.attend import attend
+from megatron_dsv41.ops.rope import ref as rope
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
@@ -182,6 +185,104 @@ def test_deterministic_gradients_repeat_bitwise(provider):
 def test_deterministic_gradients_of_several_launches(monkeypatch):
     monkeypatch.setattr("megatron_dsv41.ops.csa2.hopper_attend.TOKENS_AT_ONCE", 128)
     compare("hopper", case(300, **dict(RELEASED, topk=96), documents=2, offset=127), deterministic=True)
+
+
+def turned(function):
+    """`function` over queries that are nobody else's, given away to be turned by the angles of far positions."""
+
+    def call(q_THD, **inputs):
+        position = 37 * torch.arange(q_THD.shape[0], device=q_THD.device)
+        turn = rope.cos_sin(position, rope.plain_frequencies(q_THD.shape[2] // 4, 10000.0))
+        return function(q_THD * 1, turn=turn, **inputs)
+
+    return call
+
+
+def turned_before(function):
+    """The same with queries that rope.rotate has turned into a copy, and turns back the gradient of."""
+
+    def call(q_THD, turn, **inputs):
+        return function(registry.load("rope.rotate", "triton")(q_THD, *turn), **inputs)
+
+    return call
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_queries_given_away_have_the_bits_of_queries_turned_before(provider):
+    sizes = SMALL if INTERPRETED else dict(RELEASED, topk=96)
+    inputs = case(13 if INTERPRETED else 200, **sizes)
+    grad_out = torch.randn(inputs["q_THD"].shape, generator=torch.Generator().manual_seed(7)).to(DEVICE).bfloat16()
+    function = registry.load("csa2.sparse_attend", provider)
+    options = {} if provider == "flash_mla" else dict(deterministic=True)  # whose other gradients' sums vary
+    given = run(turned(function), inputs, grad_out, **options)
+    before = run(turned(turned_before(function)), inputs, grad_out, **options)
+    assert all(torch.equal(a, b) for a, b in zip(given[:2], before[:2], strict=True))
+    assert provider == "flash_mla" or all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+
+
+class Exact:
+    """The definition in the place of kernels, for what the node around them adds. No gradient of the sink."""
+
+    @staticmethod
+    def out(problem, q, window_kv, keys, topk, sink, start):
+        where = (start, problem.window_offset, problem.scale)
+        return ref.sparse_attend(q, window_kv, keys, topk, sink, *where, window=problem.window)
+
+    @classmethod
+    def forward(cls, problem, *tensors):
+        cls.sink = tensors[4]
+        return cls.out(problem, *tensors), torch.zeros(tensors[0].shape[:2], device=DEVICE)
+
+    @classmethod
+    def backward(cls, problem, q, window_kv, keys, topk, start, out, lse, grad_out):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, window_kv, keys)]
+        with torch.enable_grad():
+            out = cls.out(problem, *leaves, topk, cls.sink, start)
+        return *torch.autograd.grad(out, leaves, grad_out), lse
+
+
+@pytest.mark.parametrize("offset", [0, 7])
+def test_the_node_turns_queries_and_their_gradient(offset):
+    inputs = case(13, **SMALL, offset=offset)
+    inputs |= {name: inputs[name].float() for name in LEAVES}
+    grad_out = torch.randn(inputs["q_THD"].shape, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+
+    def function(*args, window, turn):
+        return attend(Exact.forward, Exact.backward, None, *args, window, False, None, turn)
+
+    def call(*, window, turn, **inputs):
+        return function(*inputs.values(), window=window, turn=turn)
+
+    found = run(turned(lambda q, **rest: call(q_THD=q, **rest)), inputs, grad_out)
+    truth = run(turned(ref.sparse_attend), inputs, grad_out, torch.float64)
+    assert all(error(a, b) < 1e-5 for a, b in zip(found[:4], truth[:4], strict=True))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_queries_given_away_are_made_again(provider):
+    """Recomputation overwrites queries that it made itself; a second backward finds what the first one found."""
+    inputs = case(9 if INTERPRETED else 150, **(SMALL if INTERPRETED else dict(RELEASED, topk=40)))
+    function = registry.load("csa2.sparse_attend", provider)
+    leaf = inputs.pop("q_THD").requires_grad_()
+    kept = leaf.detach().clone()
+
+    def site(q):
+        return turned(function)(q, **inputs)
+
+    (plain,) = torch.autograd.grad(site(leaf).float().sum(), leaf)
+    out = checkpoint(site, leaf, use_reentrant=False).float().sum()
+    for _ in range(2):
+        (again,) = torch.autograd.grad(out, leaf, retain_graph=True)
+        assert torch.equal(again, plain)
+    assert torch.equal(leaf.detach(), kept)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_leaf_cannot_be_given_away(provider):
+    inputs = case(9, **(SMALL if INTERPRETED else RELEASED))
+    inputs["q_THD"].requires_grad_()
+    with pytest.raises(ValueError, match="csa2.sparse_attend with turn: x is a leaf"):
+        registry.load("csa2.sparse_attend", provider)(**inputs, turn=(torch.ones(9, 4), torch.zeros(9, 4)))
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)

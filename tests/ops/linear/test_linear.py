@@ -1,13 +1,20 @@
 """Wide linears and block diagonals against plain products, forward and backward."""
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from megatron_dsv41.ops.linear import ref, split
+from megatron_dsv41.ops.registry import load
+from megatron_dsv41.ops.rope import ref as rope
 from megatron_dsv41.testing.bench import relative_error
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+KERNELS = [] if INTERPRETED else pytest.mark.gpu
 
 
 def leaves(*shapes, dtype=torch.float64, device="cpu"):
@@ -59,3 +66,58 @@ def test_split_is_as_near_to_fp64_as_fp32_products(tokens, size, device):
 def test_split_refuses_two_dtypes():
     with pytest.raises(ValueError, match="x is torch.float32, weight torch.bfloat16"):
         split.wide_linear(torch.zeros(1, 4), torch.zeros(2, 4, dtype=torch.bfloat16))
+
+
+def rotary(tokens, pairs, provider="ref", **kwargs):
+    cos, sin = rope.cos_sin(37 * torch.arange(tokens, **kwargs), rope.plain_frequencies(2 * pairs, 10000.0))
+    return ref.Turn(cos, sin, *(load(f"rope.{name}", provider) for name in ("rotate", "rotate_owned")))
+
+
+def overwriting(turn):
+    """The same turn by a provider that leaves nothing of what it was given."""
+
+    def rotate_owned(x, *args, **kwargs):
+        out = turn.rotate_owned(x, *args, **kwargs).clone()
+        x.fill_(torch.nan)
+        return out
+
+    return turn._replace(rotate_owned=rotate_owned)
+
+
+def test_block_diagonal_turns_back_gradcheck():
+    turn = overwriting(rotary(2, 2))
+    turn = turn._replace(cos=turn.cos.double(), sin=turn.sin.double())
+    x, weight = leaves((2, 4, 6), (2, 3, 12))
+    assert torch.autograd.gradcheck(lambda a, b: ref.block_diagonal(a, b, turn), [x, weight])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("provider", ["ref", pytest.param("triton", marks=KERNELS)])
+def test_block_diagonal_turns_back_with_the_bits_of_two_steps(tokens, provider):
+    device = "cpu" if provider == "ref" or INTERPRETED else "cuda"
+    turn = rotary(tokens, 2, provider, device=device)
+    x, weight = leaves((tokens, 6, 8), (3, 5, 16), dtype=torch.float32, device=device)
+    seen = []
+    fused = ref.block_diagonal(x * 1, weight, turn)
+    inner = x * 1
+    inner.register_hook(seen.append)
+    hooked = ref.block_diagonal(inner, weight, turn)
+    steps = ref.block_diagonal(turn.rotate(x, turn.cos, turn.sin, inverse=True).flatten(1), weight)
+    grad = torch.randn_like(steps)
+    wanted = torch.autograd.grad(steps, [x, weight], grad)
+    for y in (fused, fused, hooked):  # a second backward, and one that is looked at, find the same
+        found = torch.autograd.grad(y, [x, weight], grad, retain_graph=True)
+        assert torch.equal(y, steps) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert len(seen) == 1 and torch.equal(seen[0], wanted[0])
+
+
+def test_block_diagonal_turns_back_what_others_read_too():
+    """Its input keeps its values, and its gradient is only its own part of the input's."""
+    turn = overwriting(rotary(3, 2))
+    x, weight = leaves((3, 4, 6), (2, 3, 12), dtype=torch.float32)
+    kept = x.detach().clone()
+    (alone,) = torch.autograd.grad(ref.block_diagonal(x, weight, turn).sum(), x)
+    (both,) = torch.autograd.grad(ref.block_diagonal(x, weight, turn).sum() + (x * 2).sum(), x)
+    assert torch.equal(both, alone + 2) and torch.equal(x.detach(), kept)
+    again = checkpoint(lambda a: ref.block_diagonal(a * 1, weight, turn), x, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(again.sum(), x)[0], alone)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dsv41.modules.attention import layer_frequencies
-from megatron_dsv41.ops.rope.ref import cos_sin, plain_frequencies, rotate, yarn_frequencies
+from megatron_dsv41.ops.rope.ref import cos_sin, plain_frequencies, rotate, rotate_owned, yarn_frequencies
 from megatron_dsv41.presets import flash
 
 
@@ -72,3 +72,10 @@ def test_scores_depend_on_distance_only():
 def test_no_magnitude_factor():
     cos, sin = cos_sin(torch.arange(0, 200_000, 997), layer_frequencies(flash(), 1, True))
     torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos))
+
+
+def test_owned_is_a_rotation_without_gradient():
+    x = torch.randn(5, 3, 16, requires_grad=True)
+    turn = cos_sin(torch.arange(5), plain_frequencies(8, 10000.0))
+    kept, owned = x.detach().clone(), rotate_owned(x * 1, *turn, inverse=True)
+    assert torch.equal(owned, rotate(x, *turn, inverse=True)) and not owned.requires_grad and torch.equal(x, kept)
