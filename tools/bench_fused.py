@@ -79,12 +79,12 @@ def rope(tokens: int) -> Iterator[Case]:
 
 
 def norm(tokens: int) -> Iterator[Case]:
-    """RMSNorm of the hidden size, four at a time so that the L2 cache does not hold them."""
-    xs, weight = [random(tokens, DIM) for _ in range(4)], random(DIM)
-    one = 4 * tokens * DIM * 2e-9
-    yield Case(
-        "RMSNorm, four", "norm.rms_norm", lambda f: [f(x, weight, 1e-20) for x in xs], [*xs, weight], 2 * one, 3 * one
-    )
+    """RMSNorm of the hidden size, of query and of key latents: several at a time, so that the L2 cache holds none."""
+    for size, number in ((DIM, 4), (1280, 16), (HEAD_DIM, 40)):
+        xs, weight = [random(tokens, size) for _ in range(number)], random(size)
+        one = number * tokens * size * 2e-9
+        call = lambda f, xs=xs, weight=weight: [f(x, weight, 1e-20) for x in xs]  # noqa: E731
+        yield Case(f"RMSNorm, {number} of {size}", "norm.rms_norm", call, [*xs, weight], 2 * one, 3 * one)
 
 
 def swiglu(tokens: int) -> Iterator[Case]:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_dsv41.ops.triton_checks import check_tensors
 
-PROGRAMS = 528  # backward programs that share the rows (at most): four on each of an H200's multiprocessors
+PROGRAMS = 264  # backward programs that share the rows (at most): two on each of an H200's multiprocessors
+ELEMENTS, PARTS = 6144, 8  # of the rows that eight backward warps hold at once, and tiles of a row (at most)
 WIDEST = 16384
 
 
@@ -35,24 +36,44 @@ def _forward(x_ptr, weight_ptr, out_ptr, rms_ptr, size: tl.constexpr, EPS: tl.co
 @triton.jit
 def _backward(
     x_ptr, weight_ptr, rms_ptr, grad_ptr, grad_x_ptr, partial_ptr, num_rows, share,
-    size: tl.constexpr, BLOCK: tl.constexpr,
+    size: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs). partial fp32 [programs, size]: this program's part of the weight's gradient."""
-    cols = tl.arange(0, BLOCK)
-    inside = cols < size
-    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    of_weight = tl.zeros([BLOCK], dtype=tl.float32)
+    """Grid (programs). partial fp32 [programs, size]: this program's part of the weight's gradient.
+
+    ROWS rows at a time, as BLOCKS tiles of BLOCK channels that stay in registers: every input is read once. STAGES - 1
+    times as many are on their way to shared memory meanwhile.
+    """
+    row_lane, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    weights, of_weights = (), ()
+    for b in tl.static_range(BLOCKS):
+        cols = b * BLOCK + lane
+        weights = weights + (tl.load(weight_ptr + cols, mask=cols < size, other=0.0).to(tl.float32),)
+        of_weights = of_weights + (tl.zeros([ROWS, BLOCK], dtype=tl.float32),)
     begin = tl.program_id(0) * share
-    for number in range(begin, tl.minimum(begin + share, num_rows)):
-        row = tl.cast(number, tl.int64) * size
-        grad = tl.load(grad_ptr + row + cols, mask=inside, other=0.0).to(tl.float32)
-        rms = tl.load(rms_ptr + number)
-        normed = tl.load(x_ptr + row + cols, mask=inside, other=0.0).to(tl.float32) * rms
-        of_weight += grad * normed
-        grad *= weight
-        of_x = (grad - normed * (tl.sum(grad * normed) / size)) * rms
-        tl.store(grad_x_ptr + row + cols, of_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
-    tl.store(partial_ptr + tl.program_id(0) * size + cols, of_weight, mask=inside)
+    for number in tl.range(begin, tl.minimum(begin + share, tl.cdiv(num_rows, ROWS)), num_stages=STAGES):
+        row = number * ROWS + row_lane
+        live = row < num_rows
+        at = row.to(tl.int64) * size + lane
+        rms = tl.load(rms_ptr + row, mask=live, other=0.0)
+        grads, normeds, sums = (), (), ()
+        products = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+        for b in tl.static_range(BLOCKS):
+            inside = live & (b * BLOCK + lane < size)
+            grad = tl.load(grad_ptr + at + b * BLOCK, mask=inside, other=0.0).to(tl.float32)
+            normed = tl.load(x_ptr + at + b * BLOCK, mask=inside, other=0.0).to(tl.float32) * rms
+            sums = sums + (of_weights[b] + grad * normed,)
+            grads = grads + (grad * weights[b],)
+            normeds = normeds + (normed,)
+            products += grads[b] * normed
+        of_weights = sums
+        mean = tl.sum(products, axis=1, keep_dims=True) / size
+        for b in tl.static_range(BLOCKS):
+            of_x = (grads[b] - normeds[b] * mean) * rms
+            inside = live & (b * BLOCK + lane < size)
+            tl.store(grad_x_ptr + at + b * BLOCK, of_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
+    for b in tl.static_range(BLOCKS):
+        cols = b * BLOCK + tl.arange(0, BLOCK)
+        tl.store(partial_ptr + tl.program_id(0) * size + cols, tl.sum(of_weights[b], axis=0), mask=cols < size)
 
 
 @triton.jit
@@ -83,17 +104,32 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[override]
         x, weight, rms = ctx.saved_tensors
         rows, size = x.shape
-        block, share = triton.next_power_of_2(size), max(1, triton.cdiv(rows, PROGRAMS))
-        programs = triton.cdiv(rows, share)
-        of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight)
-        if rows:
-            partial = torch.empty(programs, size, dtype=torch.float32, device=x.device)
-            _backward[(programs,)](
-                x, weight, rms, grad.contiguous(), of_x, partial, rows, share,
-                size=size, BLOCK=block, num_warps=_warps(block),
-            )  # fmt: skip
-            _sum_weight[(triton.cdiv(size, 32),)](partial, of_weight, programs, size=size, BLOCK=32, num_warps=4)
+        if not rows:
+            return torch.empty_like(x), torch.zeros_like(weight), None
+        of_x, of_weight, shape = torch.empty_like(x), torch.empty_like(weight), tiles(size)
+        groups = triton.cdiv(rows, shape["ROWS"])
+        share = triton.cdiv(groups, PROGRAMS)
+        programs = triton.cdiv(groups, share)
+        partial = torch.empty(programs, size, dtype=torch.float32, device=x.device)
+        _backward[(programs,)](x, weight, rms, grad.contiguous(), of_x, partial, rows, share, size=size, **shape)
+        _sum_weight[(triton.cdiv(size, 32),)](partial, of_weight, programs, size=size, BLOCK=32, num_warps=4)
         return of_x, of_weight, None
+
+
+def tiles(size: int) -> dict[str, int]:
+    """Compile-time arguments of the backward kernel: tiles of 2^n channels, with none beyond `size` where that can be.
+
+    5120, 1280, 512 and 128 channels: five tiles of 1 x 1024, five of 4 x 256, one of 8 x 512, one of 32 x 128.
+    """
+    block = min(size & -size, WIDEST // PARTS)
+    if triton.cdiv(size, block) > PARTS:
+        block = triton.next_power_of_2(triton.cdiv(size, PARTS))
+    blocks = triton.cdiv(size, block)
+    rows = 1
+    while 2 * rows * blocks * block <= ELEMENTS:
+        rows *= 2
+    stages, warps = (3, 8) if blocks * block <= ELEMENTS else (2, 16)
+    return dict(BLOCK=block, BLOCKS=blocks, ROWS=rows, STAGES=stages, num_warps=warps)
 
 
 def _warps(block: int) -> int:
