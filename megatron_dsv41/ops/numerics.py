@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,4 +25,9 @@ def parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     if dtype != torch.bfloat16:
         return [x]
     high = x.to(dtype)
-    return [high, (x - high).to(dtype)]
+    return [high, torch.sub(x, high, out=torch.empty_like(high))]  # rounded as it is written: no fp32 difference
+
+
+def write_total(terms: Sequence[Tensor], out: Tensor) -> Tensor:
+    """out = the one term or the sum of the two, rounded to out's dtype as it is written. No gradient."""
+    return torch.add(*terms, out=out) if len(terms) == 2 else out.copy_(terms[0])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_dsv41.ops.head.ref import WHOLE, VocabularyPart
-from megatron_dsv41.ops.numerics import parts, wide, wide_product
+from megatron_dsv41.ops.numerics import parts, wide, wide_product, write_total
 
 BLOCK = 8192
 
@@ -53,11 +53,11 @@ class _Losses(torch.autograd.Function):
             label_T = (local_T - first).where(here_T, 0)
             slope_TV.scatter_add_(1, label_T[:, None], -here_T.to(slope_TV.dtype)[:, None])
             slope_TV.mul_(grad_T[:, None])
-            grad_rows_VD = 0
+            of_rows = []
             for slope in parts(slope_TV, x_TD.dtype):
                 grad_x_TD += wide_product(slope, rows_VD)
-                grad_rows_VD = grad_rows_VD + wide_product(slope.T, x_TD)
-            grad_weight_VD[first : first + rows_VD.shape[0]] = grad_rows_VD
+                of_rows.append(wide_product(slope.T, x_TD))
+            write_total(of_rows, grad_weight_VD[first : first + rows_VD.shape[0]])
         return grad_x_TD.to(x_TD.dtype), grad_weight_VD, None, None
 
 

@@ -5,14 +5,12 @@ bfloat16 operands multiply exactly, with sums in fp32; an fp32 gradient enters a
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dsv41.ops.numerics import parts, wide_product
+from megatron_dsv41.ops.numerics import parts, wide_product, write_total
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -34,11 +32,8 @@ class _WideLinear(torch.autograd.Function):
         grad_parts = parts(grads[0], x_TI.dtype)
         grad_x_TI = grad_weight_OI = None
         if ctx.needs_input_grad[0]:
-            grad_x_TI = _total(wide_product(part, weight_OI) for part in grad_parts).to(x_TI.dtype)
+            grad_x_TI = write_total([wide_product(part, weight_OI) for part in grad_parts], torch.empty_like(x_TI))
         if ctx.needs_input_grad[1]:
-            grad_weight_OI = _total(wide_product(part.T, x_TI) for part in grad_parts).to(weight_OI.dtype)
+            products = [wide_product(part.T, x_TI) for part in grad_parts]
+            grad_weight_OI = write_total(products, torch.empty_like(weight_OI))
         return grad_x_TI, grad_weight_OI
-
-
-def _total(products: Iterable[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, products)

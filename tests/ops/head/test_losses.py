@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from megatron_dsv41.ops.head import blocked, ref
 from megatron_dsv41.testing.bench import relative_error
+from megatron_dsv41.testing.operators import Operators
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
@@ -66,3 +67,18 @@ def test_at_most_one_block_of_logits_exists(monkeypatch):
     x, weight, labels = operands(50, 320, dim=8)
     run(blocked.losses, x, weight, labels)
     assert max(t.numel() for t in largest) == 50 * 32
+
+
+def test_rows_of_the_weights_gradient_are_rounded_as_they_are_added(monkeypatch):
+    """The bits of a sum in fp32 and a cast: each product is read once, and nothing as large is made beside them."""
+    monkeypatch.setattr(blocked, "BLOCK", 128)
+    products, stock = [], blocked.wide_product
+    monkeypatch.setattr(blocked, "wide_product", lambda a, b: products.append(stock(a, b)) or products[-1])
+    x, weight, labels = operands(33, 257, dim=64, dtype=torch.bfloat16)
+    with Operators() as operators:
+        weight_gradient = run(blocked.losses, x, weight, labels)[2]
+    pairs = [product for product in products if product.shape[1] == 64 and product.shape[0] != 33]
+    wanted = torch.cat([a + b for a, b in zip(pairs[::2], pairs[1::2], strict=True)])
+    assert torch.equal(weight_gradient, wanted.bfloat16())
+    sums = [row for row in operators.made if row.operator == "add" and row.shape[-1] == 64 and row.shape[0] != 33]
+    assert {row.dtype for row in sums} == {torch.bfloat16} and len(sums) == 3

@@ -11,6 +11,7 @@ from megatron_dsv41.ops.linear import ref, split
 from megatron_dsv41.ops.registry import load
 from megatron_dsv41.ops.rope import ref as rope
 from megatron_dsv41.testing.bench import relative_error
+from megatron_dsv41.testing.operators import Operators
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -121,3 +122,18 @@ def test_block_diagonal_turns_back_what_others_read_too():
     assert torch.equal(both, alone + 2) and torch.equal(x.detach(), kept)
     again = checkpoint(lambda a: ref.block_diagonal(a * 1, weight, turn), x, use_reentrant=False)
     assert torch.equal(torch.autograd.grad(again.sum(), x)[0], alone)
+
+
+def test_gradients_of_split_have_the_bits_of_sums_and_casts(monkeypatch):
+    """No sum in fp32 is made beside the two products of a gradient."""
+    products, stock = [], split.wide_product
+    monkeypatch.setattr(split, "wide_product", lambda a, b: products.append(stock(a, b)) or products[-1])
+    x, weight = leaves((33, 96), (24, 96), dtype=torch.bfloat16)
+    y = split.wide_linear(x, weight)
+    grad = torch.randn_like(y)
+    with Operators() as operators:
+        of_x, of_weight = torch.autograd.grad(y, [x, weight], grad)
+    assert {row.dtype for row in operators.made if row.operator in ("add", "sub")} == {torch.bfloat16}
+    _, x_high, x_low, weight_high, weight_low = products
+    assert torch.equal(of_x, (x_high + x_low).bfloat16())
+    assert torch.equal(of_weight, (weight_high + weight_low).bfloat16())
