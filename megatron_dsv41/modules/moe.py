@@ -11,6 +11,7 @@ from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.modules.batch import Batch
 from megatron_dsv41.modules.layout import from_flat, to_flat
 from megatron_dsv41.modules.primitives import Primitives
+from megatron_dsv41.ops.numerics import rounded_sum
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.phase import Phase
 
@@ -102,5 +103,5 @@ class MoE(nn.Module):
         routed_TD, shared_TD = self.primitives.both(
             lambda: self.experts(x_TD, routing.indices, weights_TK), lambda: self.shared_experts(x_TD)
         )
-        y_TD = (routed_TD + shared_TD).to(x_TD.dtype)
+        y_TD = rounded_sum(routed_TD, shared_TD, x_TD.dtype)
         return self.primitives.leave_site(from_flat(y_TD, x_SBD.shape[1])), routing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,3 +32,23 @@ def parts(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
 def write_total(terms: Sequence[Tensor], out: Tensor) -> Tensor:
     """out = the one term or the sum of the two, rounded to out's dtype as it is written. No gradient."""
     return torch.add(*terms, out=out) if len(terms) == 2 else out.copy_(terms[0])
+
+
+def rounded_sum(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """(a + b).to(dtype) of tensors of one shape, added in the wider of their dtypes and rounded as it is written.
+
+    The gradient reaches both unrounded: the sum in the wider dtype exists neither forward nor backward.
+    """
+    return _RoundedSum.apply(a, b, dtype)
+
+
+class _RoundedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtypes = a.dtype, b.dtype
+        return write_total([a, b], torch.empty_like(a, dtype=dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        of_a, of_b = (grads[0].to(dtype) for dtype in ctx.dtypes)
+        return of_a, of_b, None

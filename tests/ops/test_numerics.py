@@ -1,8 +1,9 @@
-"""Parts: the bits of two steps, without the tensors between them."""
+"""Rounded sums and parts: the bits of two steps, without the tensors between them."""
 
+import pytest
 import torch
 
-from megatron_dsv41.ops.numerics import parts
+from megatron_dsv41.ops.numerics import parts, rounded_sum
 from megatron_dsv41.testing.operators import Operators
 
 HOSTILE = [torch.inf, -torch.inf, torch.nan, -0.0, 0.0, 3.3e38, -3.4e38, 1e-40, 1.00390625, 1.01171875]
@@ -12,6 +13,27 @@ def values(seed, dtype):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(500, generator=generator) * torch.randn(500, generator=generator).mul(9).exp()
     return torch.cat([x, torch.tensor(HOSTILE), torch.tensor(HOSTILE[::-1])]).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shared", [torch.bfloat16, torch.float32])
+def test_sum_has_the_bits_of_a_sum_and_a_cast(shared, dtype):
+    a, b = values(0, torch.float32).requires_grad_(), values(1, shared).requires_grad_()
+    ours, steps = rounded_sum(a, b, dtype), (a + b).to(dtype)
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours, steps, rtol=0, atol=0, equal_nan=True)
+    grad = values(2, dtype)
+    for one, two in zip(*(torch.autograd.grad(y, [a, b], grad) for y in (ours, steps)), strict=True):
+        assert one.dtype == two.dtype
+        torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+
+
+def test_sum_makes_nothing_wide_but_the_wide_gradient():
+    a, b = values(0, torch.float32).requires_grad_(), values(1, torch.bfloat16).requires_grad_()
+    grad = values(2, torch.bfloat16)
+    with Operators() as operators:
+        torch.autograd.grad(rounded_sum(a, b, torch.bfloat16), [a, b], grad)
+    assert [row[:2] for row in operators.made] == [("add", torch.bfloat16), ("_to_copy", torch.float32)]
 
 
 def test_parts_have_the_bits_of_a_difference_and_a_cast():
