@@ -41,18 +41,24 @@ def _colours(count: int) -> list[str]:
 
 def new_axes(title: str, x: str, y: str) -> Any:
     """Empty axes in the project's look."""
+    return new_panels([title], x, y, (8, 4.5))[0]
+
+
+def new_panels(titles: Sequence[str], x: str, y: str, size: tuple[float, float]) -> list[Any]:
+    """The same, one below the other in a picture of `size` inches. Any of them saves it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)  # no display, and no global state of pyplot
-    axes: Any = figure.add_subplot()
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    return axes
+    panels: list[Any] = list(figure.subplots(len(titles), squeeze=False)[:, 0])
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_title(title)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    return panels
 
 
 def save_axes(axes: Any, path: Path) -> None:

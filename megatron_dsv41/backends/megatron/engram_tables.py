@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_dsv41.experiments.traces import ENGRAM_RETURN, ENGRAM_ROWS
 from megatron_dsv41.ops.engram import ref
 from megatron_dsv41.ops.engram.rows import RowFormat, as_words
 from megatron_dsv41.ops.registry import Ops
@@ -57,7 +58,8 @@ class EngramGroups:
             """Every rank makes every group, in one order."""
             key = tuple(ranks)
             if key not in made:
-                made[key] = cast(ProcessGroup, dist.new_group(list(key))) if len(key) > 1 else None
+                described = dist.new_group(list(key), group_desc=ENGRAM_ROWS) if len(key) > 1 else None
+                made[key] = cast(ProcessGroup | None, described)
             return made[key]
 
         fetch = [group(range(first, first + owners)) for first in range(0, size, owners)]
@@ -67,7 +69,7 @@ class EngramGroups:
             same_rows = [group([number * owners + owner for number in numbers]) for owner in range(owners)]
             if rank // owners in numbers:
                 holders[layer], replicas[layer] = all_ranks, same_rows[rank % owners]
-        world = cast(ProcessGroup, dist.new_group(list(range(size))))
+        world = cast(ProcessGroup, dist.new_group(list(range(size)), group_desc=ENGRAM_RETURN))
         return cls(owners, world, fetch[rank // owners], copies, holders, replicas)
 
 
