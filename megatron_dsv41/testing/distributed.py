@@ -46,12 +46,30 @@ def run_ranks(
 class Ranks:
     """Started ranks, for tests that interfere with them. A context manager: at its end no rank is left."""
 
-    def __init__(self, function: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu", **kwargs: Any):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        device: str = "cpu",
+        backend: str | None = None,
+        **kwargs: Any,
+    ):
+        """backend: of the default process group; None: gloo, and NCCL for what lies on GPUs."""
         context = _context(device)
         self._queue: Any = context.Queue()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         where = (str(Path(sys.modules[function.__module__].__file__ or "").resolve()), function.__module__)
-        job = (f"{self._folder.name}/rendezvous", where, function.__qualname__, args, kwargs, device, self._queue)
+        job = (
+            f"{self._folder.name}/rendezvous",
+            where,
+            function.__qualname__,
+            args,
+            kwargs,
+            device,
+            backend,
+            self._queue,
+        )
         self.processes = [
             context.Process(target=_rank_main, args=(rank, world_size, *job)) for rank in range(world_size)
         ]
@@ -151,6 +169,7 @@ def _rank_main(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: str,
+    backend: str | None,
     results: Any,
 ) -> None:
     try:
@@ -164,7 +183,7 @@ def _rank_main(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's sequence parallelism asks for it
         if device == "cuda":
             torch.cuda.set_device(rank)
-        backend, rendezvous = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", f"file://{rendezvous}"
+        backend, rendezvous = backend or ("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"), f"file://{rendezvous}"
         torch.distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size)
         value = _find(where, name)(*args, **kwargs)
         torch.distributed.barrier()

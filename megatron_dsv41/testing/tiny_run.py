@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +32,36 @@ def write_corpus(
 
     first_class: of token 0 in the Engram token map, which goes around. lengths: least tokens, and one above the most.
     """
+    random = np.random.default_rng(seed)
+    # Runs of neighbouring ids, so that there is something to learn.
+    texts = [(random.integers(64) + np.arange(random.integers(*lengths))) % 64 + 3 for _ in range(documents)]
+    return write_documents(prefix, texts, (np.arange(VOCABULARY) + first_class) % VOCABULARY, VOCABULARY, seed)
+
+
+def write_documents(
+    prefix: str | Path, texts: Iterable[np.ndarray], classes_V: np.ndarray, num_classes: int, seed: int
+) -> Path:
+    """Prepared files of documents of ids below 65,536, each ended here by `EOD`. classes_V: the token map."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     paths = prepared_paths(prefix)
     paths.bin.parent.mkdir(parents=True, exist_ok=True)
-    random = np.random.default_rng(seed)
     builder = IndexedDatasetBuilder(str(paths.bin), dtype=np.uint16)
-    total = 0
-    for _ in range(documents):
-        # Runs of neighbouring ids, so that there is something to learn.
-        ids = (random.integers(64) + np.arange(random.integers(*lengths))) % 64 + 3
+    documents = total = 0
+    for ids in texts:
         builder.add_item(torch.from_numpy(np.append(ids, EOD)))
         builder.end_document()
-        total += len(ids) + 1
+        documents, total = documents + 1, total + len(ids) + 1
     builder.finalize(str(paths.idx))
     tokenizer = hashlib.sha256(b"identity").hexdigest()
-    classes = TokenClasses((np.arange(VOCABULARY) + first_class) % VOCABULARY, VOCABULARY, tokenizer)
+    classes = TokenClasses(classes_V, num_classes, tokenizer)
     classes.save(paths.token_map)
     sidecar = Sidecar(
         tokenizer="identity",
         tokenizer_sha256=tokenizer,
         token_map_sha256=classes.digest,
-        num_classes=VOCABULARY,
-        vocab_size=VOCABULARY,
+        num_classes=num_classes,
+        vocab_size=len(classes_V),
         eod_id=EOD,
         documents=documents,
         tokens=total,
