@@ -1,35 +1,41 @@
 """Train a small model in every layout of N GPUs and compare its losses with those of one GPU.
 
-    python tools/verify_training.py N [--steps 30] [--ops '*=hopper, triton, grouped, blocked, split'] [--jobs 3]
+    python tools/verify_training.py N [--steps 30] [--runs 3] [--ops '*=hopper, triton, grouped, blocked, split']
 
-bf16 weights and the given kernels; on CPUs with --precision fp32 and --ops '*=ref', the same over gloo. The noise band
+bf16 weights and the given kernels; on CPUs over gloo with --precision fp32 --ops '*=ref' --width tiny. The noise band
 (testing/noise.py) is that of four runs of one GPU: the weights as drawn, and with every weight moved by one ulp of its
-dtype (3 seeds). A layout passes where it stays inside twice the band. Then each layout's checkpoint is
-taken up by one GPU, and that of one GPU by each layout, for FURTHER steps. Exits with 1 where a layout does not pass.
+dtype (3 seeds). A layout passes where all of its runs end and stay inside twice the band. Each layout's checkpoint is
+taken up by one GPU, and that of one GPU by each layout, for FURTHER steps. Prints a table for docs/benchmarks.md;
+exits with 1 where a layout does not pass. The runs of a layout share their processes, so that kernels load once.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import datetime
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+import torch
 
 from megatron_dsv41.backends.megatron import launch
 from megatron_dsv41.experiments.tracking import read_metrics
-from megatron_dsv41.run_config import Run
+from megatron_dsv41.testing.bench import table
 from megatron_dsv41.testing.noise import noise_band, nudge
 from megatron_dsv41.testing.tiny_run import tiny_run, write_corpus
 
 FASTEST = "*=hopper, triton, grouped, blocked, split"
+FUSED = "parallel.gradient_accumulation_fusion=true"
+OWNED, OWNER = "one that owns all rows", ("parallel.engram=1",)
 FURTHER = 3
 SEEDS = 3
 SEQUENCE = 512
@@ -63,7 +69,10 @@ def layouts(gpus: int) -> dict[str, tuple[str, ...]]:
         f"pp={gpus},vpp=2": (f"parallel.pp={gpus}", "parallel.vpp=2"),
         f"cp={gpus}": (f"parallel.cp={gpus}",),
         f"ep={gpus}": (f"parallel.ep={gpus}",),
+        f"ep={gpus},allgather": (f"parallel.ep={gpus}", "parallel.dispatcher=allgather"),
         f"engram={gpus}": (f"parallel.engram={gpus}",),
+        f"dp={gpus},fused gradients": (FUSED,),
+        f"tp={gpus},sp,fused gradients": (f"parallel.tp={gpus}", "parallel.sp=true", FUSED),
     }
     if gpus >= 4:
         half = gpus // 2
@@ -72,14 +81,35 @@ def layouts(gpus: int) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def owns_rows(changes: tuple[str, ...]) -> bool:
+    """Whether Engram rows have owners: their optimizer state is another, which one GPU has as the owner of all rows."""
+    return any(change.startswith("parallel.engram=") for change in changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run. source: whose folder it goes on from. seed: of the weights' nudge."""
+
+    name: str
+    changes: tuple[str, ...] = ()
+    seed: int | None = None
+    source: str | None = None
+
+
 def main() -> int:
-    """Run everything and print one line per layout."""
+    """Run everything and print one row per layout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gpus", type=int, metavar="N")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--runs", type=int, default=3, help="of each layout (default 3)")
     parser.add_argument("--ops", default=FASTEST, metavar="OP=PROVIDERS", help=f"(default '{FASTEST}')")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--jobs", type=int, default=3, help="runs at a time; they share the GPUs (default 3)")
+    parser.add_argument(
+        "--width", choices=("kernels", "tiny"), default="kernels", help="tiny: sizes for processors (default kernels)"
+    )
+    parser.add_argument("--jobs", type=int, default=3, help="layouts at a time; they share the GPUs (default 3)")
+    parser.add_argument("--layouts", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for the runs of a layout (default 600)")
     parser.add_argument("--logs", type=Path, help="where the runs' output goes (default: with the runs, then deleted)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="verify-training-") as folder:
@@ -93,104 +123,146 @@ class Verification:
         self.folder, self.args = folder, args
         self.logs = args.logs or folder
         self.logs.mkdir(parents=True, exist_ok=True)
+        self.late: set[str] = set()
         for seed, name in enumerate(("train", "valid")):
             write_corpus(folder / "data" / name, documents=600, seed=seed, lengths=(50, 400))
         tiny_run(folder)
 
     def run(self) -> int:
         """0 where every layout passes."""
-        wanted = layouts(self.args.gpus)
-        jobs = [("one", 1, (), None), *((f"ulp{seed}", 1, (), seed) for seed in range(SEEDS))]
-        jobs += [(name, self.args.gpus, changes, None) for name, changes in wanted.items()]
-        with ThreadPoolExecutor(self.args.jobs) as pool:
-            curves = dict(zip([job[0] for job in jobs], pool.map(lambda job: self.train(*job), jobs), strict=True))
-        started = {name: curve for name, curve in curves.items() if len(curve) == self.args.steps}
-        single = [started.get("one"), *(started.get(f"ulp{seed}") for seed in range(SEEDS))]
-        if any(curve is None for curve in single):
+        args = self.args
+        wanted = {name: c for name, c in layouts(args.gpus).items() if name in (args.layouts or layouts(args.gpus))}
+        nudged = [Job(f"ulp{seed}", seed=seed) for seed in range(SEEDS)]
+        owned = [Job(OWNED, OWNER)] if any(map(owns_rows, wanted.values())) else []
+        self.start("one", 1, [Job("one"), *nudged, *owned])
+        single = [self.curve(name) for name in ("one", *(f"ulp{seed}" for seed in range(SEEDS)))]
+        if any(len(curve) != args.steps for curve in single):
             print(f"a run of one GPU failed: see {self.logs}", file=sys.stderr)
             return 1
-        band = noise_band([curve for curve in single if curve is not None])
-        crossings = [(name, changes) for name, changes in wanted.items() if name in started]
-        with ThreadPoolExecutor(self.args.jobs) as pool:
-            crossed = dict(zip([name for name, _ in crossings], pool.map(self.cross, crossings), strict=True))
-        return report(wanted, curves, band, crossed)
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(lambda layout: self.layout(*layout), wanted.items()))
+        ended = [name for name in wanted if len(self.curve(f"{name} 1")) == args.steps]
+        kept = {name: OWNER if owns_rows(wanted[name]) else () for name in ended}
+        back = [Job(f"{name} to one", (*kept[name], *self.longer()), source=f"{name} 1") for name in ended]
+        self.start("to one", 1, back)
+        return self.report(list(wanted), noise_band(single), single[0])
 
-    def cross(self, job: tuple[str, tuple[str, ...]]) -> tuple[bool, bool]:
-        """Whether one GPU goes on from this layout's checkpoint, and this layout from one GPU's, with losses alike."""
-        name, changes = job
-        found = []
-        for source, target, world, overrides in (
-            (name, f"{name}-to-one", 1, ()),
-            ("one", f"one-to-{name}", self.args.gpus, changes),
-        ):
-            shutil.copytree(self.folder / source, self.folder / target)
-            longer = (f"train.steps={self.args.steps + FURTHER}", f"schedule.stable={self.args.steps + FURTHER}")
-            curve = self.train(target, world, (*overrides, *longer), None)
-            found.append(len(curve) == self.args.steps + FURTHER and bool(np.isfinite(curve).all()))
-        return found[0], found[1]
+    def layout(self, name: str, changes: tuple[str, ...]) -> None:
+        """All runs of a layout, then one that goes on from one GPU."""
+        jobs = [Job(f"{name} {number}", changes) for number in range(1, self.args.runs + 1)]
+        source = OWNED if owns_rows(changes) else "one"
+        self.start(name, self.args.gpus, [*jobs, Job(f"one to {name}", (*changes, *self.longer()), source=source)])
 
-    def train(self, name: str, world: int, changes: tuple[str, ...], seed: int | None) -> np.ndarray:
-        """The losses of one run, as many as it reached."""
+    def longer(self) -> tuple[str, ...]:
+        """Settings of a run that goes on."""
+        return (f"train.steps={self.args.steps + FURTHER}", f"schedule.stable={self.args.steps + FURTHER}")
+
+    def start(self, name: str, world: int, jobs: list[Job]) -> None:
+        """Jobs one after the other on `world` processes, which end when their time is over."""
         operation, providers = self.args.ops.split("=", 1)
-        overrides = [
-            *(f"model.overrides.{key}={value}" for key, value in WIDE.items()),
-            f"data.seq_length={SEQUENCE}",
+        wide = self.args.width == "kernels"
+        settings = [
+            *(f"model.overrides.{key}={value}" for key, value in (WIDE if wide else {}).items()),
+            f"data.seq_length={SEQUENCE if wide else 32}",
             f"train.steps={self.args.steps}",
             f"schedule.stable={self.args.steps}",
             "schedule.cosine=0",
             f"train.precision={self.args.precision}",
             f'ops={{"{operation}": "{providers}"}}',
             "phase.index_loss=sparse",
-            f"checkpoint.folder={self.folder / name}",
-            *changes,
         ]
+        listed = self.folder / f"{name}.json"
+        listed.write_text(json.dumps({"settings": settings, "jobs": [dataclasses.asdict(job) for job in jobs]}))
         command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        command += [f"--nproc-per-node={world}"]
-        command += [__file__, "--worker", str(self.folder), "none" if seed is None else str(seed), *overrides]
+        command += [f"--nproc-per-node={world}", __file__, "--worker", str(self.folder), str(listed)]
         with open(self.logs / f"{name}.log", "w") as log:
-            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False, timeout=600)
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                process.wait(self.args.limit)
+            except subprocess.TimeoutExpired:
+                self.late.add(name)
+                process.terminate()  # torchrun then ends its processes, after 30 s by force
+                process.wait()
+
+    def curve(self, name: str) -> np.ndarray:
+        """The losses of one run, as many as it reached."""
         rows = read_metrics(self.folder / name) if (self.folder / name).exists() else []
         return np.array([row["loss"] for row in rows if "loss" in row])
 
+    def crossed(self, name: str) -> bool:
+        """Whether a run that went on from another's checkpoint reached its end with finite losses."""
+        curve = self.curve(name)
+        return len(curve) == self.args.steps + FURTHER and bool(np.isfinite(curve).all())
 
-def report(wanted: dict, curves: dict, band: np.ndarray, crossed: dict[str, tuple[bool, bool]]) -> int:
-    """Print the table; 1 where something is wrong."""
-    rows = Table("layout", "steps", "first step apart", "largest share of the band", "to one GPU", "from one GPU", "")
-    wrong = 0
-    for name in wanted:
-        apart = np.abs(curves[name] - curves["one"]) if len(curves[name]) == len(band) else None
-        share = None if apart is None else float((apart / band).max())
-        good = share is not None and share <= 2 and all(crossed[name])
-        wrong += not good
-        shown = ("", "") if apart is None else (f"{apart[0]:.1e}", f"{share:.2f}")
-        moved = ["ok" if ok else "no" for ok in crossed.get(name, (False, False))]
-        rows.add_row(name, str(len(curves[name])), *shown, *moved, "ok" if good else "FAILED")
-    Console(width=140).print(rows)
-    steps = sorted({1, 2, 5, 10, 20, len(band)} & set(range(1, len(band) + 1)))
-    print("band of one ulp by step:", ", ".join(f"{step}: {band[step - 1]:.1e}" for step in steps))
-    return int(wrong > 0)
+    def report(self, names: list[str], band: np.ndarray, one: np.ndarray) -> int:
+        """Print the table; 1 where something is wrong."""
+        rows, wrong = [], 0
+        for name in names:
+            curves = [self.curve(f"{name} {number}") for number in range(1, self.args.runs + 1)]
+            apart = [np.abs(curve - one) for curve in curves if len(curve) == len(band)]
+            share = max((float((part / band).max()) for part in apart), default=np.inf)
+            moved = self.crossed(f"{name} to one"), self.crossed(f"one to {name}")
+            good = len(apart) == self.args.runs and share <= 2 and all(moved) and name not in self.late
+            wrong += not good
+            steps = " ".join(str(len(curve)) for curve in curves) + (", hangs" if name in self.late else "")
+            first = f"{max(part[0] for part in apart):.1e}" if apart else ""
+            verdict = "ok" if good else "FAILED"
+            rows.append((name, steps, first, f"{share:.2f}", *("ok" if ok else "no" for ok in moved), verdict))
+        print(
+            f"{_device()}, torch {torch.__version__}, {datetime.date.today().isoformat()}, {self.args.precision}, ",
+            end="",
+        )
+        print(
+            f"ops {self.args.ops}: {self.args.runs} runs of {self.args.steps} steps per layout, against one process\n"
+        )
+        columns = ("layout", "steps of the runs", "first step apart", "largest share of the band")
+        print(table((*columns, "to one", "from one", ""), rows))
+        steps = sorted({1, 2, 5, 10, 20, len(band)} & set(range(1, len(band) + 1)))
+        print("\nBand of one ulp by step:", ", ".join(f"{step}: {band[step - 1]:.1e}" for step in steps))
+        return int(wrong > 0)
 
 
-def work(folder: str, seed: str, overrides: list[str]) -> int:
-    """On a rank: train."""
+def work(folder: str, listed: str) -> int:
+    """On a rank: train the jobs of a file."""
     from megatron_dsv41.backends.megatron.train import quiet
 
-    def move(stages: list) -> list:
-        nudge((p for stage in stages for p in stage.parameters()), int(seed))
-        return stages
-
-    run: Run = tiny_run(folder, *overrides)
+    found = json.loads(Path(listed).read_text())
     with quiet(False):
         launch.prepare_process()
         with launch.world():
-            from megatron_dsv41.backends.megatron import trainer
+            for job in (Job(**values) for values in found["jobs"]):
+                try:
+                    train(Path(folder), job, found["settings"])
+                except ValueError:  # of settings and files, alike on every rank: the table shows what is missing
+                    traceback.print_exc()
+                launch.release()
+                launch.destroy_groups()
+    return 0
 
-            created = trainer.create(run)
-            if seed != "none":
-                created.model_config.pre_wrap_hooks.append(move)
-            return created.pretrain()
+
+def train(folder: Path, job: Job, settings: list[str]) -> None:
+    """On a rank: one job."""
+    from megatron_dsv41.backends.megatron import trainer
+
+    def move(stages: list) -> list:
+        assert job.seed is not None
+        nudge((p for stage in stages for p in stage.parameters()), job.seed)
+        return stages
+
+    if job.source is not None and torch.distributed.get_rank() == 0:
+        shutil.copytree(folder / job.source, folder / job.name)
+    torch.distributed.barrier()
+    run = tiny_run(folder, *settings, *job.changes, f"checkpoint.folder={folder / job.name}")
+    created = trainer.create(run)
+    if job.seed is not None:
+        created.model_config.pre_wrap_hooks.append(move)
+    created.pretrain()
+
+
+def _device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    raise SystemExit(work(sys.argv[2], sys.argv[3], sys.argv[4:]) if sys.argv[1:2] == ["--worker"] else main())
+    raise SystemExit(work(sys.argv[2], sys.argv[3]) if sys.argv[1:2] == ["--worker"] else main())
