@@ -37,7 +37,9 @@ Teacher = Callable[..., Tensor]
 class SparseAttention(torch.autograd.Function):
     """Saves q, latents, slots, output and the denominator [T, H]; the backward kernel recomputes the probabilities.
 
-    With cos and sin, q has been turned by them and its gradient is turned back: where it lies, as it is made here.
+    With cos and sin, q is turned by them where it lies, and its gradient turned back as it is made here. That happens
+    inside of the node: autograd has then noted who made q. Of a view that has changed before, it would instead take the
+    gradient through its base, which is two passes over all of q and an error where the base came out of another node.
     """
 
     @staticmethod
@@ -45,6 +47,8 @@ class SparseAttention(torch.autograd.Function):
         ctx, kernels: tuple[Forward, Backward], problem: Problem, q, window_kv, wide_keys, topk, sink, start, cos, sin
     ):
         """Output [T, H, D] bf16 and the denominator's log, fp32 [T, H]."""
+        if cos is not None:
+            q = rotate_owned(q, cos, sin)
         keys = window_kv[:0] if wide_keys is None else wide_keys.to(q.dtype).contiguous()
         out, lse = kernels[0](problem, q, window_kv, keys, topk, sink, start)
         ctx.save_for_backward(q, window_kv, keys, topk, sink, start, out, lse, cos, sin)
@@ -81,8 +85,7 @@ def attend(
     problem = Problem(num_tokens, num_heads, dim, window, topk.shape[1], window_offset, scale, deterministic)
     q = q_THD.contiguous()
     if turn is not None:
-        check_owned("csa2.sparse_attend with turn", q)
-        rotate_owned(q.detach(), *turn)  # from here on q has other values; the node below knows
+        check_owned("csa2.sparse_attend with turn", q)  # from the node below on, q has other values
     out, lse = SparseAttention.apply(
         (forward, backward), problem, q, window_kv_JD.contiguous(), compressed_kv_CD, topk, sink_H, window_start_T,
         *(turn or (None, None)),

@@ -277,6 +277,41 @@ def test_queries_given_away_are_made_again(provider):
     assert torch.equal(leaf.detach(), kept)
 
 
+class Doubled(torch.autograd.Function):
+    """A node that hands out a view of what it made, as Transformer Engine's linear does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x * 2).view(x.shape)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0] * 2
+
+
+@pytest.mark.parametrize("make", [lambda x: x * 2, Doubled.apply], ids=["operator", "node"])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_heads_of_a_projection_can_be_given_away(provider, make):
+    """They are a view: its gradient goes back through it as it is, not through a zeroed copy of its base."""
+    inputs = case(9 if INTERPRETED else 150, **(SMALL if INTERPRETED else dict(RELEASED, topk=40)))
+    function = registry.load("csa2.sparse_attend", provider)
+    leaf = inputs.pop("q_THD").flatten(1).requires_grad_()
+    turn = rope.cos_sin(37 * torch.arange(len(leaf), device=DEVICE), rope.plain_frequencies(8, 10000.0))
+
+    def site(x):
+        heads = make(x).unflatten(1, (len(inputs["sink_H"]), -1))
+        return function(heads, turn=turn, **inputs)
+
+    out = site(leaf)
+    assert [type(node).__name__ for node, _ in out.grad_fn.next_functions if node][0].startswith("View")
+    (found,) = torch.autograd.grad(out.float().sum(), leaf)
+    copied = (leaf * 2).unflatten(1, (len(inputs["sink_H"]), -1)).clone()
+    (wanted,) = torch.autograd.grad(function(copied, turn=turn, **inputs).float().sum(), leaf)
+    assert torch.equal(found, wanted)
+    again = checkpoint(site, leaf, use_reentrant=False).float().sum()
+    assert torch.equal(torch.autograd.grad(again, leaf)[0], wanted)
+
+
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_leaf_cannot_be_given_away(provider):
     inputs = case(9, **(SMALL if INTERPRETED else RELEASED))
