@@ -102,6 +102,7 @@ class Trainer:
         self.next_lr = leg.whole.learning_rate(resume_step or 0)
         self.engram_metrics: dict[str, Tensor] = {}
         self.sources: tuple[StepSource, StepSource | None] | None = None
+        self.stock_optimizer: Any = None
 
     def pretrain(self) -> int:
         """Train to the end of the phase, or to a signal (`stopped`); the exit status."""
@@ -135,6 +136,16 @@ class Trainer:
         finally:
             self.reporter.close(status)
         return status
+
+    def let_go(self) -> None:
+        """After training, so that the model can be freed.
+
+        Megatron's distributed optimizer holds views of parameters. A view holds a gradient node, whose hooks hold the
+        model and with it the optimizer: Python's collector does not look into nodes, and would keep the cycle forever.
+        """
+        for part in getattr(self.stock_optimizer, "chained_optimizers", [self.stock_optimizer]):
+            if part is not None:
+                vars(part).clear()
 
     def thaw(self, stages: Any) -> Any:
         """Before the model is wrapped."""
@@ -269,7 +280,7 @@ class Trainer:
         """Megatron's optimizer, or ours."""
         stages = unwrap_model(model)
         if self.run.stock_optimizer:
-            built = stock(config, model, **kwargs)
+            built = self.stock_optimizer = stock(config, model, **kwargs)
         else:
             built = MegatronMixedOptimizer(config, stages, self.run, self.layout, self.groups)
             if self.engram is not None:
@@ -388,6 +399,7 @@ def walk(run: Run) -> int:
         status = trainer.pretrain()
         if status or trainer.stopped:
             break
+        trainer.let_go()
         del trainer
         launch.release()
     return status
