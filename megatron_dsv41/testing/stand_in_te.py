@@ -33,6 +33,21 @@ class Autocast:
         Autocast.depth -= 1
 
 
+class _Product(torch.autograd.Function):
+    """A node of its own whose output is a view, as Transformer Engine's is: autograd refuses to have it overwritten."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
 class Linear(nn.Module):
     """What `te.Linear` shows of itself: an extra state, and products that only make sense inside an autocast."""
 
@@ -52,7 +67,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d_in] -> [..., d_out]."""
         assert Autocast.depth, "outside of an autocast nothing would be rounded"
-        return nn.functional.linear(x, self.weight)
+        return _Product.apply(x, self.weight)
 
 
 @contextlib.contextmanager
