@@ -203,10 +203,7 @@ class Bench:
         for world in sorted({case.gpus for case in self.cases}):
             waiting = [case for case in self.cases if case.gpus == world and self._fits(case)]
             while waiting:
-                # Megatron's optimizer keeps its model for as long as the process lives.
-                together, waiting = (waiting[:1], waiting[1:]) if self.args.updates else (waiting, [])
-                while together:
-                    self._run_together(world, together)
+                self._run_together(world, waiting)
 
     def _fits(self, case: Case) -> bool:
         try:

@@ -88,4 +88,5 @@ def time_run(run: Run, steps: Steps, trace: Path, on_device: bool) -> list[dict[
     }
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, own)
+    timed.let_go()
     return everyone
