@@ -24,7 +24,6 @@ from megatron_dsv41.experiments.planning import (
     describe_traffic,
 )
 from megatron_dsv41.experiments.run_flops import RunFlops, training_flops_per_token
-from megatron_dsv41.ops.registry import choose
 from megatron_dsv41.optim.groups import group_parameters
 from megatron_dsv41.presets import PRESETS
 from megatron_dsv41.recipes import RECIPES
@@ -70,7 +69,7 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
     ranks = ranks or max(_fewest_ranks(leg.run) for leg in planned.legs)
     for leg in planned.legs:
         _check(leg.run, ranks)
-    layout = _layout(first, ranks)
+    layout = Layout.of(first, ranks)
     report = describe_model(config, first.phase, first.data.seq_length)
     if planned.optimizer.name != "adamw":
         report["optimizer"] = groups = _describe_updates(planned)
@@ -101,7 +100,7 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
 
 def _describe_leg(leg: Leg, ranks: int, state_bytes: float | None) -> dict[str, Any]:
     run = leg.run
-    layout = dataclasses.replace(_layout(run, ranks), state_bytes=state_bytes)
+    layout = dataclasses.replace(Layout.of(run, ranks), state_bytes=state_bytes)
     memory = describe_memory(run.architecture(), layout)
     phase = next(phase for phase in leg.whole.phases if phase.name == leg.name)
     return {
@@ -191,31 +190,6 @@ def _check(run: Run, ranks: int) -> None:
         from megatron_dsv41.backends.megatron.config import check_megatron_settings
 
         check_megatron_settings(run)
-
-
-def _layout(planned: Run, ranks: int) -> Layout:
-    """Ranks that fit the run."""
-    parallel = planned.parallel
-    data = ranks // _model_ranks(parallel)
-    per_pass = planned.batch.micro * data
-    return Layout(
-        data=data,
-        tensor=parallel.tp,
-        sequence=parallel.sp,
-        pipeline=parallel.pp,
-        virtual=parallel.vpp,
-        context=parallel.cp,
-        expert=parallel.ep,
-        expert_tensor=parallel.expert_tp,
-        engram=parallel.engram or 1,
-        owned_tables=parallel.engram is not None,
-        micro_batch=planned.batch.micro,
-        num_micro_batches=planned.sequences_per_step // per_pass,
-        seq_length=planned.data.seq_length,
-        recompute=planned.train.recompute,
-        cut=parallel.layout,
-        whole_logits=choose(planned.ops)["head.losses"] == "ref",
-    )
 
 
 def _fewest_ranks(planned: Run) -> int:

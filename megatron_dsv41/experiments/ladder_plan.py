@@ -13,8 +13,6 @@ from megatron_dsv41.experiments.ladder_cells import PlannedCell
 from megatron_dsv41.experiments.memory import Layout, memory_per_rank
 from megatron_dsv41.experiments.run_flops import training_flops_per_token
 from megatron_dsv41.layer_plan import plan_layers
-from megatron_dsv41.ops.registry import choose
-from megatron_dsv41.run_config import Run
 
 # Ways to count N. `flops` is C / 6D: what the compute itself says.
 N_CONVENTIONS = ("active", "prefill", "backbone", "non_embedding", "total", "flops")
@@ -38,33 +36,12 @@ def count_n(config: DSV41Config, training_flops_per_token: float) -> dict[str, f
     }
 
 
-def layout_of(run: Run, ranks: int) -> Layout:
-    """How a cell is spread over its ranks, for the memory estimate."""
-    parallel = run.parallel
-    data = ranks // (parallel.tp * parallel.pp * parallel.cp)
-    return Layout(
-        data=data,
-        tensor=parallel.tp,
-        pipeline=parallel.pp,
-        virtual=parallel.vpp,
-        context=parallel.cp,
-        expert=parallel.ep,
-        expert_tensor=parallel.expert_tp,
-        micro_batch=run.batch.micro,
-        num_micro_batches=run.sequences_per_step // (run.batch.micro * data),
-        seq_length=run.data.seq_length,
-        recompute=run.train.recompute,
-        cut=parallel.layout,
-        whole_logits=choose(run.ops)["head.losses"] == "ref",
-    )
-
-
 def describe_cell(ladder: Ladder, planned: PlannedCell) -> dict[str, Any]:
     """One row of the plan: sizes, tokens, FLOPs, bytes of the fullest rank, hours (None without hardware.tflops)."""
     run, cell = planned.run, planned.cell
     config, per_token = run.architecture(), training_flops_per_token(run)
     tokens = run.steps * run.tokens_per_step
-    memory = max(stage.total for stage in memory_per_rank(config, layout_of(run, ladder.hardware.ranks)))
+    memory = max(stage.total for stage in memory_per_rank(config, Layout.of(run, ladder.hardware.ranks)))
     flops = tokens * per_token
     rate = ladder.hardware.tflops
     return {

@@ -23,8 +23,9 @@ from megatron_dsv41.experiments.activations import (
 )
 from megatron_dsv41.experiments.flops import layer_parameters
 from megatron_dsv41.layer_plan import LayerPlan, plan_layers
+from megatron_dsv41.ops.registry import choose
 from megatron_dsv41.parallel.stages import even_stages, parse_layout
-from megatron_dsv41.run_config import Recompute
+from megatron_dsv41.run_config import Recompute, Run
 
 SEALS = 1 << 10  # bytes
 # Kinds of parameters that tensor parallelism does not cut; nor the latents of attention (wq_a, wkv and their norms).
@@ -60,6 +61,30 @@ class Layout:
             value = getattr(self, field.name)
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise ValueError(f"layout.{field.name} must be at least 1, got {value}")
+
+    @classmethod
+    def of(cls, run: Run, ranks: int) -> Layout:
+        """Of a run on so many ranks, which fit it."""
+        parallel = run.parallel
+        data = ranks // (parallel.tp * parallel.pp * parallel.cp)
+        return cls(
+            data=data,
+            tensor=parallel.tp,
+            sequence=parallel.sp,
+            pipeline=parallel.pp,
+            virtual=parallel.vpp,
+            context=parallel.cp,
+            expert=parallel.ep,
+            expert_tensor=parallel.expert_tp,
+            engram=parallel.engram or 1,
+            owned_tables=parallel.engram is not None,
+            micro_batch=run.batch.micro,
+            num_micro_batches=run.sequences_per_step // (run.batch.micro * data),
+            seq_length=run.data.seq_length,
+            recompute=run.train.recompute,
+            cut=parallel.layout,
+            whole_logits=choose(run.ops)["head.losses"] == "ref",
+        )
 
     @property
     def world(self) -> int:
