@@ -39,10 +39,9 @@ from megatron_dsv41.experiments.overlap import Account, Interval, Span, account,
 from megatron_dsv41.experiments.timelines import plot_efficiency, plot_timelines
 from megatron_dsv41.presets import PRESETS
 from megatron_dsv41.run_config import Run, run_from_dict
-from megatron_dsv41.testing.bench import table
+from megatron_dsv41.testing.bench import FASTEST, table
 from megatron_dsv41.testing.distributed import Ranks
 
-FASTEST = "*=hopper, triton, grouped, blocked, split"
 CORPUS_TOKENS = 1 << 20
 MEASURED = "measured.jsonl"
 # What scaling the proxy model shall reach, by axis (the first of a layout's name).

@@ -35,9 +35,8 @@ from megatron_dsv41.phase import Phase
 from megatron_dsv41.precision import Precision
 from megatron_dsv41.presets import PRESETS
 from megatron_dsv41.run_config import Recompute
-from megatron_dsv41.testing.bench import table
+from megatron_dsv41.testing.bench import FASTEST, table
 
-FASTEST = "*=hopper, triton, grouped, blocked, split"
 SHOWN = 25
 
 

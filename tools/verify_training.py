@@ -29,11 +29,10 @@ import torch
 
 from megatron_dsv41.backends.megatron import launch
 from megatron_dsv41.experiments.tracking import read_metrics
-from megatron_dsv41.testing.bench import table
+from megatron_dsv41.testing.bench import FASTEST, table
 from megatron_dsv41.testing.noise import noise_band, nudge
 from megatron_dsv41.testing.tiny_run import tiny_run, write_corpus
 
-FASTEST = "*=hopper, triton, grouped, blocked, split"
 FUSED = "parallel.gradient_accumulation_fusion=true"
 OWNED, OWNER = "one that owns all rows", ("parallel.engram=1",)
 FURTHER = 3

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+FASTEST = "*=hopper, triton, grouped, blocked, split"  # of ops, on a Hopper GPU
+
 
 class Timing(NamedTuple):
     """Milliseconds of one call: the median over the repeats, and their range."""
