@@ -1,9 +1,10 @@
 // The single-pass mHC site on Hopper: hopper_site.py compiles and launches it; ref.site defines the result.
 //
 // A CTA owns a chunk of the channels, keeps its slice of `fn` in shared memory and walks over the tokens. Its warps work
-// alone: a warp takes 16 tokens x 32 channels of all streams at a time. Lane 4g + q has rows g and g + 8 and channels
-// 8q..8q+7, which is the layout of an operand of mma.sync as long as `fn` is permuted alike. Every thread copies into
-// shared memory what it reads itself, so the copies run ahead without any barrier.
+// alone: a warp takes 8 tokens x 64 channels of all streams at a time, copied ahead into its own part of shared memory.
+// Eight lanes copy one token's 128 bytes, in and out: the L2 serves a whole line per request, and requests are what it
+// runs out of first. Between, lane 4g + q holds what it needs as operand of mma.sync, as long as `fn` is permuted alike:
+// token g and channels 8q.. in the forward, channels 8g.. and tokens 2q and 2q + 1 in the backward.
 //
 // What is summed over channels (24 projections, the sum of squares, 24 gradients of coefficients) leaves as one partial
 // per chunk, and is summed in a fixed order by a small kernel: results are the same on every run.
@@ -12,11 +13,15 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int ROWS = 16, BLOCK = 32;       // tokens and channels of a warp's step
+constexpr int ROWS = 16;                   // tokens of a tile of the forward, and of fn's gradient
+constexpr int UNIT = 8, BLOCK = 64;        // tokens and channels that a warp has at once
+constexpr int ARRAY = UNIT * BLOCK * 2;    // bytes of a unit of one array: 8 rows of 8 chunks of 16 bytes
 constexpr int TERMS = 3;                   // bf16 terms of fn in the forward: products with bf16 are exact to fp32
 constexpr int WIDTH = 32, SQUARES = 24;    // a row of sums: 24 projections, the sum of squares, padding
-constexpr int FORWARD_STAGES = 3, BACKWARD_STAGES = 2, FN_STAGES = 4;
+constexpr int FORWARD_STAGES = 3, BACKWARD_STAGES = 2, FN_STAGES = 4;  // units copied ahead
 constexpr int FORWARD_ARRAYS = 5, BACKWARD_ARRAYS = 10;
+constexpr int SLICES = 5;                  // of 16 rows: TERMS * 24 rows of fn's terms, padded
+constexpr int GROUP = 4;                   // tiles whose weights fn_gradient brings in at once
 constexpr u32 FULL = 0xffffffffu;
 
 struct alignas(16) Vec { u32 w[4]; };
@@ -61,17 +66,14 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-
 struct Coefficients {
     float post[4], comb[16], pre[4];
 
-    template <bool UPDATE>
-    __device__ __forceinline__ void load(const float* post_at, const float* comb_at, const float* pre_at, int token) {
-        if (UPDATE) {
-            four(post, post_at, token);
+    __device__ __forceinline__ void load(const float* from) {
+        four(post, from);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) four(comb + 4 * i, comb_at, token * 4ll + i);
-        }
-        four(pre, pre_at, token);
+        for (int i = 0; i < 4; ++i) four(comb + 4 * i, from + 4 + 4 * i);
+        four(pre, from + 20);
     }
-    __device__ __forceinline__ static void four(float* to, const float* from, long long at) {
-        const float4 x = __ldg(reinterpret_cast<const float4*>(from) + at);
+    __device__ __forceinline__ static void four(float* to, const float* from) {
+        const float4 x = *reinterpret_cast<const float4*>(from);
         to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     }
     // New streams of one channel before rounding: X'_j = post_j y + sum_i comb[i, j] X_i.
@@ -85,149 +87,208 @@ struct Coefficients {
     }
 };
 
-// Where a warp is: a tile of 16 tokens, a block of 32 channels of the CTA's chunk.
-struct Step {
-    int tile, block, slot;
+// A tile's tables in a warp's shared memory: FOURS groups of four floats per token. post, comb, pre; then, in the
+// backward, the end of a row of `weight`. Every lane copies some, so a warp meets before it reads them and before the
+// next copy.
+template <bool UPDATE, int TOKENS, int FOURS>
+__device__ __forceinline__ void copy_tables(u32 to, const float* post, const float* comb, const float* pre,
+                                            const float* weight, int first, int num_tokens) {
+#pragma unroll
+    for (int i = 0; i < (TOKENS * FOURS + 31) / 32; ++i) {
+        const int at = i * 32 + threadIdx.x % 32, four = at % FOURS;
+        const long long token = min(first + at / FOURS, num_tokens - 1);
+        const float* from = four == 0 ? post + token * 4 : four < 5 ? comb + token * 16 + four * 4 - 4 : pre + token * 4;
+        if (FOURS > 6 && four == 6) from = weight + token * WIDTH + SQUARES;
+        if (at < TOKENS * FOURS && (four >= 5 || UPDATE)) copy16(to + at * 16, from, 16);
+    }
+}
 
-    template <int STAGES> __device__ __forceinline__ void next(int blocks, int tile_stride) {
+// Where a warp is: a tile of tokens, a block of 64 channels of the CTA's chunk, one of the tile's units.
+struct Step {
+    int tile, block, half, slot, turn;
+
+    template <int STAGES, int HALVES> __device__ __forceinline__ void next(int blocks, int tile_stride) {
+        if (++slot == STAGES) slot = 0;
+        if (++half < HALVES) return;
+        half = 0;
         if (++block == blocks) {
             block = 0;
             tile += tile_stride;
+            turn ^= 1;
         }
-        if (++slot == STAGES) slot = 0;
+    }
+};
+
+// A lane's part of copies of units in rows of 128 bytes: rows lane / 8 + 4i, 16 bytes of each. SHIFT and MASK say how rows
+// are swizzled, so that neither these accesses nor the operands' meet in a bank.
+template <int SHIFT, int MASK> struct Rows {
+    int lane, row[2], offset[2];
+
+    __device__ __forceinline__ Rows(int lane) : lane(lane) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            row[i] = lane / 8 + 4 * i;
+            offset[i] = at(row[i], lane % 8);
+        }
+    }
+    __device__ __forceinline__ static int at(int row, int chunk) {
+        return row * 128 + ((chunk ^ (row << SHIFT >> 1 & MASK)) << 4);
     }
 };
 
 // Streams in; new streams, site input and partial sums [T, chunks, WIDTH] out. UPDATE: the streams change.
-// Grid: chunks of 32 * chunk_blocks channels x token shares.
-template <bool UPDATE>
+// Grid: chunks of 64 * chunk_blocks channels x token shares.
+template <bool UPDATE, int DIM>
 __global__ void __launch_bounds__(THREADS, 1)
 site_forward(const u16* y, const u16* x, const float* post, const float* comb, const float* pre, const float* fn,
-             u16* out, u16* site_input, float* partial, int num_tokens, int dim, int chunk_blocks, int chunks) {
+             u16* out, u16* site_input, float* partial, int num_tokens, int chunk_blocks, int chunks) {
     extern __shared__ __align__(128) unsigned char memory[];
-    constexpr int SLOT = FORWARD_ARRAYS * 2 * 512;
+    constexpr int SLOT = FORWARD_ARRAYS * ARRAY, TABLE = ROWS * 24, LAST = 4;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, q = lane % 4;
     const int chunk = blockIdx.x % chunks, share = blockIdx.x / chunks, stride = gridDim.x / chunks * WARPS;
-    const int first = chunk * chunk_blocks * BLOCK, blocks = min(chunk_blocks, dim / BLOCK - chunk * chunk_blocks);
+    const int first = chunk * chunk_blocks * BLOCK, blocks = min(chunk_blocks, DIM / BLOCK - chunk * chunk_blocks);
     const int tiles = (num_tokens + ROWS - 1) / ROWS;
-    unsigned char* ring = memory + warp * FORWARD_STAGES * SLOT + lane * 16;
-    Vec* fn_parts = reinterpret_cast<Vec*>(memory + WARPS * FORWARD_STAGES * SLOT);  // [block][stream][8 rows][term][lane]
+    unsigned char* ring = memory + warp * FORWARD_STAGES * SLOT;
+    float* tables = reinterpret_cast<float*>(memory + WARPS * FORWARD_STAGES * SLOT) + warp * 2 * TABLE;
+    // [32 channels][stream][slice][2][lane]
+    Vec* fn_parts = reinterpret_cast<Vec*>(memory + WARPS * (FORWARD_STAGES * SLOT + 8 * TABLE));
+    const Rows<3, 4> rows(lane);
 
     auto fetch = [&](const Step& step) {
         if (step.tile < tiles) {
             const u32 to = shared_address(ring + step.slot * SLOT);
-            const int column = first + step.block * BLOCK + q * 8;
+            const int column = first + step.block * BLOCK + lane % 8 * 8;
+            if (step.block == 0 && step.half == 0) {
+                const u32 table = shared_address(tables + step.turn * TABLE);
+                copy_tables<UPDATE, ROWS, 6>(table, post, comb, pre, nullptr, step.tile * ROWS, num_tokens);
+            }
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int token = step.tile * ROWS + g + 8 * r, bytes = token < num_tokens ? 16 : 0;
+            for (int i = 0; i < 2; ++i) {
+                const int token = step.tile * ROWS + UNIT * step.half + rows.row[i], bytes = token < num_tokens ? 16 : 0;
                 const long long row = min(token, num_tokens - 1);
-                const u16* from = x + row * 4 * dim + column;
+                const u16* from = x + row * 4 * DIM + column;
 #pragma unroll
-                for (int j = 0; j < 4; ++j) copy16(to + (r * FORWARD_ARRAYS + j) * 512, from + j * dim, bytes);
-                if (UPDATE) copy16(to + (r * FORWARD_ARRAYS + 4) * 512, y + row * dim + column, bytes);
+                for (int j = 0; j < 4; ++j) copy16(to + j * ARRAY + rows.offset[i], from + j * DIM, bytes);
+                if (UPDATE) copy16(to + LAST * ARRAY + rows.offset[i], y + row * DIM + column, bytes);
             }
         }
         copy_commit();
     };
-    Step step = {share * WARPS + warp, 0, 0}, ahead = step;
+    Step step = {share * WARPS + warp, 0, 0, 0, 0}, ahead = step;
 #pragma unroll
     for (int i = 0; i < FORWARD_STAGES; ++i) {
         fetch(ahead);
-        ahead.next<FORWARD_STAGES>(blocks, stride);
+        ahead.next<FORWARD_STAGES, 2>(blocks, stride);
     }
-    // eight channels of a row of fn, as TERMS bf16 whose sum they are
-    for (int at = tid; at < blocks * 4 * 3 * 32; at += THREADS) {
-        const int part = at / 32, j = part / 3 % 4, row = part % 3 * 8 + at % 32 / 4;
-        const float* from = fn + ((long long)row * 4 + j) * dim + first + part / 12 * BLOCK + at % 4 * 8;
+    // eight channels of a row of fn, as TERMS bf16 whose sum they are; eights of rows: term by term
+    for (int at = tid; at < blocks * 2 * 4 * 3 * 32; at += THREADS) {
+        const int part = at / 96, a = at / 32 % 3, row = 8 * a + at % 32 / 4;
+        const float* from = fn + ((long long)row * 4 + part % 4) * DIM + first + part / 4 * 32 + at % 4 * 8;
         float rest[8];
-        Coefficients::four(rest, from, 0);
-        Coefficients::four(rest + 4, from, 1);
+        Coefficients::four(rest, from);
+        Coefficients::four(rest + 4, from + 4);
 #pragma unroll
-        for (int term = 0; term < TERMS; ++term) {
-            Vec v;
+        for (int term = 0; term <= TERMS; ++term) {
+            const int eight = 3 * term + a;
+            if (eight >= 2 * SLICES) break;
+            Vec* to = fn_parts + (part * SLICES + eight / 2) * 64 + at % 32;
 #pragma unroll
             for (int p = 0; p < 4; ++p) {
-                v.w[p] = pack(rest[2 * p], rest[2 * p + 1]);
-                rest[2 * p] -= half_of(v.w[p], 0);
-                rest[2 * p + 1] -= half_of(v.w[p], 1);
+                const u32 word = term < TERMS ? pack(rest[2 * p], rest[2 * p + 1]) : 0;
+                rest[2 * p] -= half_of(word, 0);
+                rest[2 * p + 1] -= half_of(word, 1);
+                to[p / 2 * 32].w[p % 2 * 2 + eight % 2] = word;
             }
-            fn_parts[(part * TERMS + term) * 32 + at % 32] = v;
         }
     }
     __syncthreads();
 
-    Coefficients mix[2];
-    float sums[3][4], squares[2];
-    for (; step.tile < tiles; step.next<FORWARD_STAGES>(blocks, stride)) {
-        const int token = step.tile * ROWS + g;  // and token + 8
+    float sums[SLICES][2][4], squares[2];
+    for (; step.tile < tiles; step.next<FORWARD_STAGES, 2>(blocks, stride)) {
         if (step.block == 0) {
+            squares[0] = squares[1] = 0.0f;
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                mix[r].load<UPDATE>(post, comb, pre, min(token + 8 * r, num_tokens - 1));
-                squares[r] = 0.0f;
-            }
-#pragma unroll
-            for (int i = 0; i < 12; ++i) sums[i / 4][i % 4] = 0.0f;
+            for (int i = 0; i < 8 * SLICES; ++i) sums[i / 8][i / 4 % 2][i % 4] = 0.0f;
         }
-        copy_wait<FORWARD_STAGES - 1>();
-        const int column = first + step.block * BLOCK + q * 8;
-        Vec news[2][4];
+        Vec news[2][2][4];  // [unit][32 channels][stream]
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const Vec* from = reinterpret_cast<const Vec*>(ring + step.slot * SLOT + r * FORWARD_ARRAYS * 512);
-            Vec input, last;
+            if (r == 1) step.next<FORWARD_STAGES, 2>(blocks, stride);
+            copy_wait<FORWARD_STAGES - 1>();
+            __syncwarp();
+            Coefficients mix;
+            mix.load(tables + step.turn * TABLE + (g + 8 * r) * 24);
+            unsigned char* slot = ring + step.slot * SLOT;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) news[r][j] = from[j * 32];
-            if (UPDATE) last = from[4 * 32];
+            for (int b = 0; b < 2; ++b) {
+                Vec* mine = reinterpret_cast<Vec*>(slot + rows.at(g, q + 4 * b));
+                Vec(&unit)[4] = news[r][b];
+                Vec input, last;
 #pragma unroll
-            for (int p = 0; p < 4; ++p) {
-                if (UPDATE) {
-                    float pair[2][4];
+                for (int j = 0; j < 4; ++j) unit[j] = mine[j * (ARRAY / 16)];
+                if (UPDATE) last = mine[LAST * (ARRAY / 16)];
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const float old[4] = {half_of(news[r][0].w[p], e), half_of(news[r][1].w[p], e),
-                                              half_of(news[r][2].w[p], e), half_of(news[r][3].w[p], e)};
-                        mix[r].update(pair[e], half_of(last.w[p], e), old);
+                for (int p = 0; p < 4; ++p) {
+                    if (UPDATE) {
+                        float pair[2][4];
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            const float old[4] = {half_of(unit[0].w[p], e), half_of(unit[1].w[p], e),
+                                                  half_of(unit[2].w[p], e), half_of(unit[3].w[p], e)};
+                            mix.update(pair[e], half_of(last.w[p], e), old);
+                        }
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) unit[j].w[p] = pack(pair[0][j], pair[1][j]);
                     }
+                    float pair[2] = {0.0f, 0.0f};
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) news[r][j].w[p] = pack(pair[0][j], pair[1][j]);
-                }
-                float pair[2] = {0.0f, 0.0f};
+                    for (int j = 0; j < 4; ++j) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const float rounded = half_of(news[r][j].w[p], e);
-                        squares[r] += rounded * rounded;
-                        pair[e] += mix[r].pre[j] * rounded;
+                        for (int e = 0; e < 2; ++e) {
+                            const float rounded = half_of(unit[j].w[p], e);
+                            squares[r] += rounded * rounded;
+                            pair[e] += mix.pre[j] * rounded;
+                        }
                     }
+                    input.w[p] = pack(pair[0], pair[1]);
                 }
-                input.w[p] = pack(pair[0], pair[1]);
-            }
-            if (token + 8 * r < num_tokens) {
-                const long long row = token + 8 * r;
                 if (UPDATE) {
 #pragma unroll
-                    for (int j = 0; j < 4; ++j)
-                        *reinterpret_cast<Vec*>(out + (row * 4 + j) * dim + column) = news[r][j];
+                    for (int j = 0; j < 4; ++j) mine[j * (ARRAY / 16)] = unit[j];
                 }
-                *reinterpret_cast<Vec*>(site_input + row * dim + column) = input;
+                mine[LAST * (ARRAY / 16)] = input;
             }
+            __syncwarp();
+            const int column = first + step.block * BLOCK + lane % 8 * 8;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const long long row = step.tile * ROWS + UNIT * r + rows.row[i];
+                const Vec* from = reinterpret_cast<const Vec*>(slot + rows.offset[i]);
+                if (row < num_tokens) {
+                    if (UPDATE) {
+#pragma unroll
+                        for (int j = 0; j < 4; ++j)
+                            *reinterpret_cast<Vec*>(out + (row * 4 + j) * DIM + column) = from[j * (ARRAY / 16)];
+                    }
+                    *reinterpret_cast<Vec*>(site_input + row * DIM + column) = from[LAST * (ARRAY / 16)];
+                }
+            }
+            __syncwarp();
+            fetch(ahead);
+            ahead.next<FORWARD_STAGES, 2>(blocks, stride);
         }
-        fetch(ahead);
-        ahead.next<FORWARD_STAGES>(blocks, stride);
+        const Vec* parts = fn_parts + step.block * 8 * SLICES * 64 + lane;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        for (int j = 0; j < 8; ++j) {  // streams of either 32 channels
 #pragma unroll
-            for (int n = 0; n < 3; ++n) {
+            for (int k = 0; k < 2; ++k) {
 #pragma unroll
-                for (int term = TERMS - 1; term >= 0; --term) {
-                    const Vec b = fn_parts[(((step.block * 4 + j) * 3 + n) * TERMS + term) * 32 + lane];
+                for (int s = 0; s < SLICES; ++s) {
+                    const Vec a = parts[((j * SLICES + s) * 2 + k) * 32];
 #pragma unroll
-                    for (int k = 0; k < 2; ++k) {
-                        const u32 a[4] = {news[0][j].w[2 * k], news[1][j].w[2 * k], news[0][j].w[2 * k + 1],
-                                          news[1][j].w[2 * k + 1]};
-                        mma_bf16(sums[n], a, b.w[2 * k], b.w[2 * k + 1]);
+                    for (int r = 0; r < 2; ++r) {
+                        const Vec& b = news[r][j / 4][j % 4];
+                        mma_bf16(sums[s][r], a.w, b.w[2 * k], b.w[2 * k + 1]);
                     }
                 }
             }
@@ -235,15 +296,24 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
         if (step.block == blocks - 1) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int t = step.tile * ROWS + UNIT * r + 2 * q + e;
+                    float* to = partial + ((long long)t * chunks + chunk) * WIDTH + g;
+#pragma unroll
+                    for (int a = 0; a < 3; ++a) {
+                        float sum = 0.0f;
+#pragma unroll
+                        for (int term = TERMS - 1; term >= 0; --term)
+                            sum += sums[(3 * term + a) / 2][r][(3 * term + a) % 2 * 2 + e];
+                        if (t < num_tokens) to[8 * a] = sum;
+                    }
+                }
                 float all = squares[r] + __shfl_xor_sync(FULL, squares[r], 1);
                 all += __shfl_xor_sync(FULL, all, 2);
-                if (token + 8 * r < num_tokens) {
-                    float* to = partial + ((long long)(token + 8 * r) * chunks + chunk) * WIDTH + 2 * q;
-#pragma unroll
-                    for (int n = 0; n < 3; ++n)
-                        *reinterpret_cast<float2*>(to + 8 * n) = make_float2(sums[n][2 * r], sums[n][2 * r + 1]);
-                    *reinterpret_cast<float2*>(to + SQUARES) = make_float2(q == 0 ? all : 0.0f, 0.0f);
-                }
+                const int t = step.tile * ROWS + UNIT * r + g;
+                float* to = partial + ((long long)t * chunks + chunk) * WIDTH + SQUARES + 2 * q;
+                if (t < num_tokens) *reinterpret_cast<float2*>(to) = make_float2(q == 0 ? all : 0.0f, 0.0f);
             }
         }
     }
@@ -274,16 +344,16 @@ predict_forward(const float* partial, const float* base, const float* scale, flo
     const int lane = threadIdx.x % 32, cell = lane % 16, pair = (blockIdx.x * COUNT + threadIdx.x / 32) * 2;
     if (pair >= num_tokens) return;
     const float eps = (float)eps64;
-    float total[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const long long token = min(pair + h, num_tokens - 1);
-        const float* from = partial + token * chunks * WIDTH + lane;
-        total[h] = 0.0f;
-#pragma unroll 16
-        for (int chunk = 0; chunk < chunks; ++chunk) total[h] += from[chunk * WIDTH];
-        sums[token * WIDTH + lane] = total[h];
+    float total[2] = {0.0f, 0.0f};
+    const long long second = min(pair + 1, num_tokens - 1);
+    const float* from[2] = {partial + (long long)pair * chunks * WIDTH + lane, partial + second * chunks * WIDTH + lane};
+#pragma unroll 20
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        total[0] += from[0][chunk * WIDTH];
+        total[1] += from[1][chunk * WIDTH];
     }
+    sums[(long long)pair * WIDTH + lane] = total[0];
+    sums[second * WIDTH + lane] = total[1];
     const int token = pair + lane / 16;
     auto of_token = [&](int column) {
         const float a = __shfl_sync(FULL, total[0], column), b = __shfl_sync(FULL, total[1], column);
@@ -292,10 +362,10 @@ predict_forward(const float* partial, const float* base, const float* scale, flo
     const float rms = 1.0f / sqrtf(of_token(SQUARES) / channels + (float)rms_eps);
     const float gate = of_token(cell % 8) * rms, logit = of_token(8 + cell) * rms * scale[2] + base[8 + cell];
     float mix = row_softmax(logit) + eps;
-    mix = mix / (column_sum(mix) + eps);
+    mix = __fdividef(mix, column_sum(mix) + eps);
     for (int i = 1; i < iters; ++i) {
-        mix = mix / (row_sum(mix) + eps);
-        mix = mix / (column_sum(mix) + eps);
+        mix = __fdividef(mix, row_sum(mix) + eps);
+        mix = __fdividef(mix, column_sum(mix) + eps);
     }
     if (token >= num_tokens) return;
     comb[token * 16ll + cell] = mix;
@@ -339,23 +409,23 @@ predict_backward(const float* sums, const float* base, const float* scale, const
     if (has & 4) {
         const float soft = row_softmax(comb_u * scale[2] + base[8 + cell]);
         float mix = soft + eps, sum = column_sum(mix) + eps;
-        mix = mix / sum;
+        mix = __fdividef(mix, sum);
         divisors[0] = sum;
         for (int i = 1; i < iters; ++i) {
             sum = row_sum(mix) + eps;
-            mix = mix / sum;
+            mix = __fdividef(mix, sum);
             divisors[(2 * i - 1) * NEXT] = sum;
             sum = column_sum(mix) + eps;
-            mix = mix / sum;
+            mix = __fdividef(mix, sum);
             divisors[2 * i * NEXT] = sum;
         }
         if (live) grad = grad_comb[row * 16 + cell];
         for (int i = iters - 1; i > 0; --i) {  // undoes the steps one by one
             sum = divisors[2 * i * NEXT];
-            grad = (grad - column_sum(grad * mix)) / sum;
+            grad = __fdividef(grad - column_sum(grad * mix), sum);
             mix *= sum;
             sum = divisors[(2 * i - 1) * NEXT];
-            grad = (grad - row_sum(grad * mix)) / sum;
+            grad = __fdividef(grad - row_sum(grad * mix), sum);
             mix *= sum;
         }
         grad = (grad - column_sum(grad * mix)) / divisors[0];
@@ -391,105 +461,111 @@ predict_backward(const float* sums, const float* base, const float* scale, const
 
 // Gradients of streams and y, and partial gradients of the coefficients [T, chunks, 24] (pre, post, comb). The gradient of
 // new stream j is G_j = grad_new_j + pre_j grad_input + own X'_j + sum_k weight_k fn_kj. Grid as in the forward.
-template <bool UPDATE>
+template <bool UPDATE, int DIM>
 __global__ void __launch_bounds__(THREADS, 1)
 site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_input, const float* post, const float* comb,
               const float* pre, const float* weight, const float* fn, u16* grad_y, u16* grad_x, float* partial,
-              int num_tokens, int dim, int chunk_blocks, int chunks, int has_new, int has_input) {
+              int num_tokens, int chunk_blocks, int chunks, int has_new, int has_input) {
     extern __shared__ __align__(128) unsigned char memory[];
-    constexpr int SLOT = BACKWARD_ARRAYS * 2 * 512, NEW = 4, INPUT = 8, LAST = 9;
+    constexpr int SLOT = BACKWARD_ARRAYS * ARRAY, NEW = 4, INPUT = 8, LAST = 9, FOURS = 7, TABLE = UNIT * FOURS * 4;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, q = lane % 4;
     const int chunk = blockIdx.x % chunks, share = blockIdx.x / chunks, stride = gridDim.x / chunks * WARPS;
-    const int first = chunk * chunk_blocks * BLOCK, blocks = min(chunk_blocks, dim / BLOCK - chunk * chunk_blocks);
-    const int tiles = (num_tokens + ROWS - 1) / ROWS;
-    unsigned char* ring = memory + warp * BACKWARD_STAGES * SLOT + lane * 16;
-    Vec* fn_parts = reinterpret_cast<Vec*>(memory + WARPS * BACKWARD_STAGES * SLOT);  // [block][stream][6][lane]
+    const int first = chunk * chunk_blocks * BLOCK, blocks = min(chunk_blocks, DIM / BLOCK - chunk * chunk_blocks);
+    const int tiles = (num_tokens + UNIT - 1) / UNIT;
+    unsigned char* ring = memory + warp * BACKWARD_STAGES * SLOT;
+    float* tables = reinterpret_cast<float*>(memory + WARPS * BACKWARD_STAGES * SLOT) + warp * 2 * TABLE;
+    // [block][stream][pair of channels][8 rows of fn][lane]
+    Vec* fn_parts = reinterpret_cast<Vec*>(memory + WARPS * (BACKWARD_STAGES * SLOT + 8 * TABLE));
+    const Rows<1, 6> rows(lane);
 
     auto fetch = [&](const Step& step) {
         if (step.tile < tiles) {
-            const u32 to = shared_address(ring + step.slot * SLOT);
-            const int column = first + step.block * BLOCK + q * 8;
+            const int column = first + step.block * BLOCK + lane % 8 * 8;
+            if (step.block == 0) {
+                const u32 table = shared_address(tables + step.turn * TABLE);
+                copy_tables<UPDATE, UNIT, FOURS>(table, post, comb, pre, weight, step.tile * UNIT, num_tokens);
+            }
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int token = step.tile * ROWS + g + 8 * r, bytes = token < num_tokens ? 16 : 0;
-                const long long row = min(token, num_tokens - 1), at = row * 4 * dim + column;
-                const u32 here = to + r * BACKWARD_ARRAYS * 512;
+            for (int i = 0; i < 2; ++i) {
+                const int token = step.tile * UNIT + rows.row[i], bytes = token < num_tokens ? 16 : 0;
+                const long long row = min(token, num_tokens - 1), at = row * 4 * DIM + column;
+                const u32 to = shared_address(ring + step.slot * SLOT) + rows.offset[i];
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    copy16(here + j * 512, x + at + j * dim, bytes);
-                    copy16(here + (NEW + j) * 512, grad_new + at + j * dim, has_new ? bytes : 0);
+                    copy16(to + j * ARRAY, x + at + j * DIM, bytes);
+                    copy16(to + (NEW + j) * ARRAY, grad_new + at + j * DIM, has_new ? bytes : 0);
                 }
-                copy16(here + INPUT * 512, grad_input + row * dim + column, has_input ? bytes : 0);
-                if (UPDATE) copy16(here + LAST * 512, y + row * dim + column, bytes);
+                copy16(to + INPUT * ARRAY, grad_input + row * DIM + column, has_input ? bytes : 0);
+                if (UPDATE) copy16(to + LAST * ARRAY, y + row * DIM + column, bytes);
             }
         }
         copy_commit();
     };
-    Step step = {share * WARPS + warp, 0, 0}, ahead = step;
+    float next_weights[6];
+    auto fetch_weights = [&](int tile) {
+        const float* from = weight + (long long)min(tile * UNIT + g, num_tokens - 1) * WIDTH + q;
+#pragma unroll
+        for (int i = 0; i < 6; ++i) next_weights[i] = __ldg(from + 4 * i);
+    };
+    Step step = {share * WARPS + warp, 0, 0, 0, 0}, ahead = step;
 #pragma unroll
     for (int i = 0; i < BACKWARD_STAGES; ++i) {
         fetch(ahead);
-        ahead.next<BACKWARD_STAGES>(blocks, stride);
+        ahead.next<BACKWARD_STAGES, 1>(blocks, stride);
     }
-    // column n of product p is channel 8 (n / 2) + 2p + n % 2 of the block
-    for (int at = tid; at < blocks * 4 * 6 * 32; at += THREADS) {
-        const int part = at / 32, j = part / 6 % 4, n = at % 32 / 4;
-        const float* from = fn + (long long)j * dim + first + part / 24 * BLOCK + n / 2 * 8 + n % 2;
-        Vec v;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int word = part % 6 * 4 + e, p = word / 6, k = word % 6 / 2 * 8 + at % 4 + word % 2 * 4;
-            v.w[e] = to_tf32(__ldg(from + (long long)k * 4 * dim + 2 * p));
-        }
-        fn_parts[at] = v;
+    // row g of product p is channel 8g + 2p, row g + 8 the one after it
+    fetch_weights(step.tile);
+    for (int at = tid; at < blocks * 4 * 12 * 32; at += THREADS) {
+        const int part = at / 32, k = part % 3 * 8 + at % 4, p = part / 3 % 4, j = part / 12 % 4;
+        const float* from = fn + ((long long)k * 4 + j) * DIM + first + part / 48 * BLOCK + at % 32 / 4 * 8 + 2 * p;
+        const float2 a = __ldg(reinterpret_cast<const float2*>(from));
+        const float2 b = __ldg(reinterpret_cast<const float2*>(from + 16ll * DIM));
+        fn_parts[at] = {to_tf32(a.x), to_tf32(a.y), to_tf32(b.x), to_tf32(b.y)};
     }
     __syncthreads();
 
     float dots[2][24];
-    u32 weights[3][4];
-    for (; step.tile < tiles; step.next<BACKWARD_STAGES>(blocks, stride)) {
-        const int token = step.tile * ROWS + g;  // and token + 8
+    u32 weights[6];
+    for (; step.tile < tiles; step.next<BACKWARD_STAGES, 1>(blocks, stride)) {
         if (step.block == 0) {
 #pragma unroll
             for (int i = 0; i < 48; ++i) dots[i / 24][i % 24] = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 12; ++i) {
-                const long long row = min(token + i % 2 * 8, num_tokens - 1);
-                weights[i / 4][i % 4] = to_tf32(__ldg(weight + row * WIDTH + i / 4 * 8 + q + i % 4 / 2 * 4));
-            }
-        }
-        float through[4][4][4];  // [stream][pair of channels][row, channel]: sum_k weight_k fn_kj
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            u32 b[24];
-#pragma unroll
-            for (int i = 0; i < 6; ++i) {
-                const Vec v = fn_parts[((step.block * 4 + j) * 6 + i) * 32 + lane];
-#pragma unroll
-                for (int e = 0; e < 4; ++e) b[4 * i + e] = v.w[e];
-            }
-#pragma unroll
-            for (int p = 0; p < 4; ++p) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) through[j][p][i] = 0.0f;
-#pragma unroll
-                for (int k = 0; k < 3; ++k) mma_tf32(through[j][p], weights[k], b[6 * p + 2 * k], b[6 * p + 2 * k + 1]);
-            }
+            for (int i = 0; i < 6; ++i) weights[i] = to_tf32(next_weights[i]);
+            fetch_weights(step.tile + stride);
         }
         copy_wait<BACKWARD_STAGES - 1>();
-        const int column = first + step.block * BLOCK + q * 8;
+        __syncwarp();
+        unsigned char* slot = ring + step.slot * SLOT;
+        float G[4][4][4];  // [stream][pair of channels][channel, token]: grad_new_j + sum_k weight_k fn_kj
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const long long row = min(token + 8 * r, num_tokens - 1);
-            const Vec* from = reinterpret_cast<const Vec*>(ring + step.slot * SLOT + r * BACKWARD_ARRAYS * 512);
-            Coefficients mix;
-            mix.load<UPDATE>(post, comb, pre, (int)row);
-            const float own = __ldg(weight + row * WIDTH + SQUARES);
-            Vec of_x[4], of_y, old[4], grad[4], input, last;
+            const Vec* mine = reinterpret_cast<const Vec*>(slot + rows.at(2 * q + r, g));
 #pragma unroll
-            for (int j = 0; j < 4; ++j) old[j] = from[j * 32], grad[j] = from[(NEW + j) * 32];
-            input = from[INPUT * 32];
-            if (UPDATE) last = from[LAST * 32];
+            for (int j = 0; j < 4; ++j) {
+                const Vec grad = mine[(NEW + j) * (ARRAY / 16)];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) G[j][i / 2][i % 2 * 2 + r] = half_of(grad.w[i / 2], i % 2);
+            }
+        }
+        const Vec* parts = fn_parts + step.block * 48 * 32 + lane;
+#pragma unroll
+        for (int i = 0; i < 48; ++i) {
+            const Vec a = parts[i * 32];
+            mma_tf32(G[i / 12][i / 3 % 4], a.w, weights[i % 3 * 2], weights[i % 3 * 2 + 1]);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float* table = tables + step.turn * TABLE + (2 * q + r) * FOURS * 4;
+            Coefficients mix;
+            mix.load(table);
+            const float own = table[24];
+            Vec* mine = reinterpret_cast<Vec*>(slot + rows.at(2 * q + r, g));
+            Vec of_x[4], of_y, old[4], input, last;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) old[j] = mine[j * (ARRAY / 16)];
+            input = mine[INPUT * (ARRAY / 16)];
+            if (UPDATE) last = mine[LAST * (ARRAY / 16)];
 #pragma unroll
             for (int p = 0; p < 4; ++p) {
                 float pair_x[2][4], pair_y[2];
@@ -499,31 +575,27 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
                                          half_of(old[3].w[p], e)};
                     const float ys = UPDATE ? half_of(last.w[p], e) : 0.0f;
                     const float in = half_of(input.w[p], e);
-                    float news[4] = {xs[0], xs[1], xs[2], xs[3]}, G[4];
+                    float news[4] = {xs[0], xs[1], xs[2], xs[3]};
                     if (UPDATE) mix.update(news, ys, xs);
+                    pair_y[e] = 0.0f;
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) pair_x[e][i] = 0.0f;
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
-                        G[j] = half_of(grad[j].w[p], e);
-                        G[j] += through[j][p][2 * r + e];
-                        G[j] += mix.pre[j] * in + own * news[j];
+                        float grad = G[j][p][2 * e + r];
+                        grad += mix.pre[j] * in;
+                        grad += own * news[j];
                         dots[r][j] += in * news[j];
                         if (UPDATE) {
-                            dots[r][4 + j] += ys * G[j];
+                            dots[r][4 + j] += ys * grad;
+                            pair_y[e] += mix.post[j] * grad;
 #pragma unroll
-                            for (int i = 0; i < 4; ++i) dots[r][8 + 4 * i + j] += xs[i] * G[j];
+                            for (int i = 0; i < 4; ++i) {
+                                dots[r][8 + 4 * i + j] += xs[i] * grad;
+                                pair_x[e][i] += mix.comb[4 * i + j] * grad;
+                            }
                         } else {
-                            pair_x[e][j] = G[j];
-                        }
-                    }
-                    if (UPDATE) {
-                        pair_y[e] = 0.0f;
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) pair_y[e] += mix.post[j] * G[j];
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            pair_x[e][i] = 0.0f;
-#pragma unroll
-                            for (int j = 0; j < 4; ++j) pair_x[e][i] += mix.comb[4 * i + j] * G[j];
+                            pair_x[e][j] = grad;
                         }
                     }
                 }
@@ -531,32 +603,47 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
                 for (int j = 0; j < 4; ++j) of_x[j].w[p] = pack(pair_x[0][j], pair_x[1][j]);
                 if (UPDATE) of_y.w[p] = pack(pair_y[0], pair_y[1]);
             }
-            if (token + 8 * r < num_tokens) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) *reinterpret_cast<Vec*>(grad_x + (row * 4 + j) * dim + column) = of_x[j];
-                if (UPDATE) *reinterpret_cast<Vec*>(grad_y + row * dim + column) = of_y;
+            for (int j = 0; j < 4; ++j) mine[j * (ARRAY / 16)] = of_x[j];
+            if (UPDATE) mine[LAST * (ARRAY / 16)] = of_y;
+        }
+        __syncwarp();
+        const int column = first + step.block * BLOCK + lane % 8 * 8;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const long long row = step.tile * UNIT + rows.row[i];
+            const Vec* from = reinterpret_cast<const Vec*>(slot + rows.offset[i]);
+            if (row < num_tokens) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    *reinterpret_cast<Vec*>(grad_x + (row * 4 + j) * DIM + column) = from[j * (ARRAY / 16)];
+                if (UPDATE) *reinterpret_cast<Vec*>(grad_y + row * DIM + column) = from[LAST * (ARRAY / 16)];
             }
         }
+        __syncwarp();
         fetch(ahead);
-        ahead.next<BACKWARD_STAGES>(blocks, stride);
-        if (step.block == blocks - 1) {  // over the four lanes of a row: lane q keeps columns 6q..6q+5
+        ahead.next<BACKWARD_STAGES, 1>(blocks, stride);
+        if (step.block == blocks - 1) {  // over the eight lanes of a token: lane 4g + q keeps columns g, g + 8, g + 16
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                float twelve[12], six[6];
+                const int t = step.tile * UNIT + 2 * q + r;
+                float* to = partial + ((long long)t * chunks + chunk) * 24 + g;
 #pragma unroll
-                for (int i = 0; i < 12; ++i) {
-                    const float got = __shfl_xor_sync(FULL, q & 2 ? dots[r][i] : dots[r][12 + i], 2);
-                    twelve[i] = (q & 2 ? dots[r][12 + i] : dots[r][i]) + got;
-                }
+                for (int a = 0; a < 3; ++a) {
+                    const float* eight = dots[r] + 8 * a;
+                    float four[4], two[2];
 #pragma unroll
-                for (int i = 0; i < 6; ++i) {
-                    const float got = __shfl_xor_sync(FULL, q & 1 ? twelve[i] : twelve[6 + i], 1);
-                    six[i] = (q & 1 ? twelve[6 + i] : twelve[i]) + got;
-                }
-                if (token + 8 * r < num_tokens) {
-                    float2* to = reinterpret_cast<float2*>(partial + ((long long)(token + 8 * r) * chunks + chunk) * 24 + 6 * q);
+                    for (int i = 0; i < 4; ++i) {
+                        const float got = __shfl_xor_sync(FULL, g & 4 ? eight[i] : eight[4 + i], 16);
+                        four[i] = (g & 4 ? eight[4 + i] : eight[i]) + got;
+                    }
 #pragma unroll
-                    for (int i = 0; i < 3; ++i) to[i] = make_float2(six[2 * i], six[2 * i + 1]);
+                    for (int i = 0; i < 2; ++i) {
+                        const float got = __shfl_xor_sync(FULL, g & 2 ? four[i] : four[2 + i], 8);
+                        two[i] = (g & 2 ? four[2 + i] : four[i]) + got;
+                    }
+                    const float got = __shfl_xor_sync(FULL, g & 1 ? two[0] : two[1], 4);
+                    if (t < num_tokens) to[8 * a] = (g & 1 ? two[1] : two[0]) + got;
                 }
             }
         }
@@ -564,24 +651,34 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
 }
 
 // Partial gradients of fn [shares, 24, columns]: weight^T times new streams [T, columns]. A warp has 64 columns, lane
-// 4g + q the columns 8g..8g+7 of tokens 2q, 2q + 1, 2q + 8, 2q + 9. Grid: 512 columns x token shares.
+// 4g + q the columns 8g..8g+7 of tokens 2q, 2q + 1, 2q + 8, 2q + 9 of a tile. Grid: 512 columns x token shares.
 template <int STAGES>
 __global__ void __launch_bounds__(THREADS, 2)
 fn_gradient(const u16* streams, const u16* operand, float* partial, int num_tokens, int columns, int chunks) {
     extern __shared__ __align__(128) unsigned char memory[];
-    constexpr int SLOT = 4 * 512;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
+    constexpr int SLOT = 4 * 512, WEIGHTS = GROUP * 96;  // Vecs of a group of tiles
+    static_assert(STAGES <= GROUP, "a group's weights are copied while the group before is at work");
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, q = lane % 4;
     const int share = blockIdx.x / chunks, shares = gridDim.x / chunks, tiles = (num_tokens + ROWS - 1) / ROWS;
-    const int column = (blockIdx.x % chunks * WARPS + warp) * 64 + 8 * g;
-    if (column >= columns) return;  // whole warps: columns is a multiple of 64
-    unsigned char* ring = memory + warp * STAGES * SLOT + lane * 16;
-    auto fetch = [&](int tile, int slot) {
-        if (tile < tiles) {
+    const int warp_column = (blockIdx.x % chunks * WARPS + warp) * 64;
+    const bool mine = warp_column < columns;  // of whole warps: columns is a multiple of 64
+    unsigned char* ring = memory + warp * STAGES * SLOT;
+    const Rows<1, 6> rows(lane);
+    Vec* weights = reinterpret_cast<Vec*>(memory + WARPS * STAGES * SLOT);
+    // Tile `at` of this share: groups of GROUP tiles go round the shares.
+    auto fetch = [&](int at, int slot) {
+        const int tile = (at / GROUP * shares + share) * GROUP + at % GROUP;
+        if (at % GROUP == 0) {
+            const u32 to = shared_address(weights + at / GROUP % 2 * WEIGHTS);
+            for (int i = tid; i < min(WEIGHTS, (tiles - tile) * 96); i += THREADS)
+                copy16(to + i * 16, operand + (tile * 96ll + i) * 8, 16);
+        }
+        if (tile < tiles && mine) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                const int token = tile * ROWS + 2 * q + r % 2 + r / 2 * 8;
-                const u16* from = streams + (long long)min(token, num_tokens - 1) * columns + column;
-                copy16(shared_address(ring + slot * SLOT + r * 512), from, token < num_tokens ? 16 : 0);
+                const int token = tile * ROWS + rows.row[r % 2] + r / 2 * 8;
+                const u16* from = streams + (long long)min(token, num_tokens - 1) * columns + warp_column + lane % 8 * 8;
+                copy16(shared_address(ring + slot * SLOT + r / 2 * 1024 + rows.offset[r % 2]), from, token < num_tokens ? 16 : 0);
             }
         }
         copy_commit();
@@ -589,34 +686,39 @@ fn_gradient(const u16* streams, const u16* operand, float* partial, int num_toke
     float sums[4][3][4];
 #pragma unroll
     for (int i = 0; i < 48; ++i) sums[i / 12][i % 12 / 4][i % 4] = 0.0f;
-    for (int i = 0; i < STAGES; ++i) fetch(share + i * shares, i);
-    for (int tile = share, slot = 0; tile < tiles; tile += shares) {
-        Vec b[3], x[4];
-#pragma unroll
-        for (int n = 0; n < 3; ++n) {
-            const uint4 v = __ldg(reinterpret_cast<const uint4*>(operand) + (tile * 3ll + n) * 32 + lane);
-            b[n] = {v.x, v.y, v.z, v.w};
-        }
+    for (int i = 0; i < STAGES; ++i) fetch(i, i);
+    for (int at = 0, slot = 0;; ++at) {
+        const int tile = (at / GROUP * shares + share) * GROUP + at % GROUP;
+        if (tile >= tiles) break;
         copy_wait<STAGES - 1>();
+        if (at % GROUP == 0) __syncthreads();
+        else __syncwarp();
+        Vec x[4];
 #pragma unroll
-        for (int r = 0; r < 4; ++r) x[r] = *reinterpret_cast<const Vec*>(ring + slot * SLOT + r * 512);
-        fetch(tile + STAGES * shares, slot);
+        for (int r = 0; r < 4; ++r)
+            x[r] = *reinterpret_cast<const Vec*>(ring + slot * SLOT + r / 2 * 1024 + rows.at(2 * q + r % 2, g));
+        __syncwarp();
+        fetch(at + STAGES, slot);
         if (++slot == STAGES) slot = 0;
+        const Vec* b = weights + (at / GROUP % 2 * GROUP + at % GROUP) * 96 + lane;
+        const Vec b0 = b[0], b1 = b[32], b2 = b[64];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32 a[4] = {__byte_perm(x[0].w[i], x[1].w[i], 0x5410), __byte_perm(x[0].w[i], x[1].w[i], 0x7632),
                               __byte_perm(x[2].w[i], x[3].w[i], 0x5410), __byte_perm(x[2].w[i], x[3].w[i], 0x7632)};
 #pragma unroll
-            for (int n = 0; n < 3; ++n) {
-                mma_bf16(sums[i][n], a, b[n].w[2], b[n].w[3]);
-                mma_bf16(sums[i][n], a, b[n].w[0], b[n].w[1]);
+            for (int term = 1; term >= 0; --term) {
+                mma_bf16(sums[i][0], a, b0.w[2 * term], b0.w[2 * term + 1]);
+                mma_bf16(sums[i][1], a, b1.w[2 * term], b1.w[2 * term + 1]);
+                mma_bf16(sums[i][2], a, b2.w[2 * term], b2.w[2 * term + 1]);
             }
         }
     }
+    if (!mine) return;
 #pragma unroll
     for (int i = 0; i < 6; ++i) {
         const int n = i / 2, e = i % 2;
-        float4* to = reinterpret_cast<float4*>(partial + (share * 24ll + 8 * n + 2 * q + e) * columns + column);
+        float4* to = reinterpret_cast<float4*>(partial + (share * 24ll + 8 * n + 2 * q + e) * columns + warp_column + 8 * g);
         to[0] = make_float4(sums[0][n][e], sums[0][n][2 + e], sums[1][n][e], sums[1][n][2 + e]);
         to[1] = make_float4(sums[2][n][e], sums[2][n][2 + e], sums[3][n][e], sums[3][n][2 + e]);
     }

@@ -1,7 +1,7 @@
 """Single-pass mHC in CUDA for Hopper: provider "hopper" of mhc.site.
 
 hopper_site.cu is compiled when a kernel is first called, in half a second each. Four bf16 streams of a width that is a
-multiple of 32; what it does not take is left to the providers "triton" and "ref", by name.
+multiple of 64; what it does not take is left to the providers "triton" and "ref", by name.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from megatron_dsv41.ops.csa2.cuda_kernels import launch
 
 FILE = str(Path(__file__).with_suffix(".cu"))
-THREADS, WARPS, ROWS, BLOCK, WIDTH = 256, 8, 16, 32, 32
+THREADS, WARPS, ROWS, BLOCK, WIDTH = 256, 8, 16, 64, 32
 NUM_STREAMS = 4
 SUM_THREADS = 384
-FORWARD_STAGES, BACKWARD_STAGES, FN_STAGES = 3, 2, 4
-# Blocks of 32 channels that a CTA owns: 128 channels are whole lines of the cache. More of them leave fewer partial
-# sums, but their slice of fn must fit. Chosen on one H200 at 4096 tokens of width 5120 (docs/benchmarks.md).
-CHUNK_BLOCKS = 4
-FORWARD_RING, FORWARD_FN = WARPS * FORWARD_STAGES * 5 * 1024, 4 * 3 * 3 * 512  # bytes, and bytes per block
-BACKWARD_RING, BACKWARD_FN = WARPS * BACKWARD_STAGES * 10 * 1024, 4 * 6 * 512
+# As the kernels have them. Shared memory in bytes: copied units and tables of coefficients; a block's slice of fn.
+FORWARD_STAGES, BACKWARD_STAGES, FN_STAGES, GROUP = 3, 2, 4, 4
+FORWARD_RING, FORWARD_FN = WARPS * (FORWARD_STAGES * 5 * 1024 + 2 * 16 * 96), 2 * 4 * 5 * 2 * 512
+BACKWARD_RING, BACKWARD_FN = WARPS * (BACKWARD_STAGES * 10 * 1024 + 2 * 8 * 112), 4 * 12 * 512
+# Blocks of 64 channels that a CTA owns. More of them leave fewer partial sums, but their slice of fn must fit.
+FORWARD_BLOCKS, BACKWARD_BLOCKS = 2, 2
 FN_COLUMNS = WARPS * 64  # columns of fn that a CTA of its gradient has
-FN_RING = WARPS * FN_STAGES * 4 * 512
+FN_RING = WARPS * FN_STAGES * 4 * 512 + 2 * GROUP * 96 * 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Plan:
     eps: float
     rms_eps: float
 
-    def name(self, kernel: str) -> str:
+    def name(self, kernel: str, dim: int) -> str:
         """The kernel's instance for this plan."""
-        return f"{kernel}<{str(self.update).lower()}>"
+        return f"{kernel}<{str(self.update).lower()}, {dim}>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +51,16 @@ class Grid:
     ctas: int
 
     @classmethod
-    def over(cls, streams: Tensor) -> Grid:
-        """Grid of one call."""
+    def over(cls, streams: Tensor, blocks: int) -> Grid:
+        """Grid of one call whose chunks have at most `blocks` blocks."""
         tokens, _, dim = streams.shape
-        chunks = _ceil(dim // BLOCK, CHUNK_BLOCKS)
+        chunks = _ceil(dim // BLOCK, blocks)
         shares = max(1, min(_multiprocessors(streams.device.index) // chunks, _ceil(tokens, ROWS * WARPS)))
         return cls(chunks, chunks * shares)
 
 
 class _Site(torch.autograd.Function):
-    """All operands flat over tokens and contiguous; y, post, comb None without an update. Saves inputs and sums, and
+    """All operands flat over tokens and contiguous; None where the plan does not use them. Saves inputs and sums, and
     the new streams, which the next site saves too."""
 
     @staticmethod
@@ -68,15 +68,14 @@ class _Site(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         tokens, _, dim = streams.shape
-        grid = Grid.over(streams)
+        grid = Grid.over(streams, FORWARD_BLOCKS)
         # Streams that stay as they are come back all the same: their gradient is then added by the backward kernel.
         new = torch.empty_like(streams) if plan.update else streams
-        site_input = streams.new_empty(tokens, dim)
-        partial = _wide(streams, tokens, grid.chunks, WIDTH)
+        site_input, partial = streams.new_empty(tokens, dim), _wide(streams, tokens, grid.chunks, WIDTH)
         launch(
-            FILE, plan.name("site_forward"), grid.ctas, THREADS, *_or(streams, y), streams, *_or(streams, post, comb),
-            pre, fn, new, site_input, partial, tokens, dim, CHUNK_BLOCKS, grid.chunks,
-            shared_bytes=FORWARD_RING + CHUNK_BLOCKS * FORWARD_FN,
+            FILE, plan.name("site_forward", dim), grid.ctas, THREADS, *_or(streams, y), streams,
+            *_or(streams, post, comb), pre, fn, new, site_input, partial,
+            tokens, FORWARD_BLOCKS, grid.chunks, shared_bytes=FORWARD_RING + FORWARD_BLOCKS * FORWARD_FN,
         )  # fmt: skip
         sums = _wide(streams, tokens, WIDTH)
         mix = [_wide(streams, tokens, *shape) for shape in ((4,), (4,), (4, 4))]
@@ -92,23 +91,25 @@ class _Site(torch.autograd.Function):
         y, streams, post, comb, pre, fn, base, scale, sums, new = ctx.saved_tensors
         grad_new, grad_input, *grad_mix = (None if g is None else g.contiguous() for g in grads)
         plan, (tokens, _, dim) = ctx.plan, streams.shape
-        grid, tiles = Grid.over(streams), _ceil(tokens, ROWS)
+        grid, tiles = Grid.over(streams, BACKWARD_BLOCKS), _ceil(tokens, ROWS)
         project = any(g is not None for g in grad_mix)
         param = partial_fn = grad_fn = grad_base = grad_scale = None
-        weight, shares = torch.zeros_like(sums) if not project else None, 0
+        shares = 0
         if project:
             weight, operand, param = _weights(plan, sums, base, scale, grad_mix, dim)
             partial_fn, shares = _fn_gradient(new, operand)
             grad_fn = torch.empty_like(fn) if shares > 1 else partial_fn[0]
             grad_base, grad_scale = torch.empty_like(base), torch.empty_like(scale)
+        else:
+            weight = torch.zeros_like(sums)
         grad_x, grad_y = torch.empty_like(streams), torch.empty_like(y) if plan.update else None
         partial_mix = _wide(streams, tokens, grid.chunks, 24)
         launch(
-            FILE, plan.name("site_backward"), grid.ctas, THREADS, *_or(streams, y), streams,
-            *_or(streams, grad_new, grad_input, post, comb), pre, *_or(streams, weight), fn,
-            *_or(streams, grad_y), grad_x, partial_mix,
-            tokens, dim, CHUNK_BLOCKS, grid.chunks, int(grad_new is not None), int(grad_input is not None),
-            shared_bytes=BACKWARD_RING + CHUNK_BLOCKS * BACKWARD_FN,
+            FILE, plan.name("site_backward", dim), grid.ctas, THREADS, *_or(streams, y), streams,
+            *_or(streams, grad_new, grad_input, post, comb), pre, weight, fn, *_or(streams, grad_y),
+            grad_x, partial_mix, tokens, BACKWARD_BLOCKS, grid.chunks,
+            int(grad_new is not None), int(grad_input is not None),
+            shared_bytes=BACKWARD_RING + BACKWARD_BLOCKS * BACKWARD_FN,
         )  # fmt: skip
         grad_pre, grad_post, grad_comb = (_wide(streams, tokens, *shape) for shape in ((4,), (4,), (4, 4)))
         mix_ctas = _ceil(24 * tokens, SUM_THREADS)
@@ -143,7 +144,7 @@ def _fn_gradient(new: Tensor, operand: Tensor) -> tuple[Tensor, int]:
     """Partial gradients of fn [shares, 24, n * d], and how many."""
     tokens, columns = len(new), new[0].numel()
     chunks = _ceil(columns, FN_COLUMNS)
-    shares = max(1, min(2 * _multiprocessors(new.device.index) // chunks, _ceil(tokens, ROWS)))
+    shares = max(1, min(2 * _multiprocessors(new.device.index) // chunks, _ceil(tokens, GROUP * ROWS)))
     partial = _wide(new, shares, 24, columns)
     launch(
         FILE, f"fn_gradient<{FN_STAGES}>", chunks * shares, THREADS, new, operand, partial, tokens, columns, chunks,
@@ -186,7 +187,7 @@ def _check(bf16: tuple[Tensor | None, ...], fp32: tuple[Tensor | None, ...], str
         )
     if torch.cuda.get_device_capability(streams.device) != (9, 0):
         raise ValueError(
-            "mhc.site: provider 'hopper' needs compute capability 9.0, "
+            f"mhc.site: provider 'hopper' needs compute capability 9.0, "
             f"{torch.cuda.get_device_name(streams.device)} has {torch.cuda.get_device_capability(streams.device)}"
         )
 
@@ -209,12 +210,11 @@ def site(
     ValueError: dtypes, devices or sizes that the kernels do not take.
     """
     _check((y, streams), (post, comb, pre, fn, base, scale), streams)
-    lead = streams.shape[:-2]
+    lead, plan = streams.shape[:-2], Plan(y is not None, iters, eps, rms_eps)
     flat = (
         None if x is None else x.reshape(-1, *x.shape[x.dim() - own :]).contiguous()
         for x, own in ((y, 1), (streams, 2), (post, 1), (comb, 2), (pre, 1))
     )
-    params = (p.contiguous() for p in (fn, base, scale))
-    outputs = _Site.apply(*flat, *params, Plan(y is not None, iters, eps, rms_eps))
+    outputs = _Site.apply(*flat, fn.contiguous(), base.contiguous(), scale.contiguous(), plan)
     new, site_input, *mix = (out.reshape(*lead, *out.shape[1:]) for out in outputs)
     return new, site_input, *mix

@@ -172,5 +172,5 @@ def test_refusals():
 @GPU
 def test_hopper_refuses_odd_widths():
     _, streams, _, _, pre, fn, base, scale = operands(3, 40, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"multiple of 32, got \[3, 4, 40\]; choose 'ref'"):
+    with pytest.raises(ValueError, match=r"multiple of 64, got \[3, 4, 40\]; choose 'ref'"):
         load("hopper").site(None, streams, None, None, pre, fn, base, scale, *CONSTANTS)
