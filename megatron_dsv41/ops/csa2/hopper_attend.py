@@ -1,6 +1,6 @@
 """Joint sparse attention in CUDA for Hopper: provider "hopper" of csa2.sparse_attend.
 
-The kernels are compiled at the first call, in a few seconds each. All but one keep a CTA on every multiprocessor, which
+The kernels are compiled at the first call, in a few seconds each. They keep one CTA on every multiprocessor, which
 takes one token after the other.
 """
 
@@ -16,34 +16,33 @@ from megatron_dsv41.ops.csa2.cuda_kernels import launch
 
 THREADS, FORWARD_THREADS = 256, 384
 TILE_BYTES, BLOCK_BYTES = 64 * 512 * 2, 64 * 64 * 2
-# As the kernels lay it out: keys (x3), P (x2), a part of q, slot rows (x3), rescaling, flags, barriers; and
-# q, grad_out, keys, P (x2), dS, slot rows (x4), row statistics, a number.
-FORWARD_BYTES = 3 * TILE_BYTES + 3 * BLOCK_BYTES + (3 + 2 + 2) * 64 * 4 + (8 + 4) * 4 + 7 * 8
-BACKWARD_BYTES = 3 * TILE_BYTES + 3 * BLOCK_BYTES + (4 + 3) * 64 * 4 + 4
-# The kernel with a CTA per token keeps all slots of a token: it is the faster one with many heads.
-FEW_HEADS, TOKEN_SLOTS = 32, 1024
-TOKEN_BYTES = 3 * TILE_BYTES + 3 * BLOCK_BYTES + 2 * 64 * 4 + 64 + (TOKEN_SLOTS + 64) * 4
+# As the kernels lay it out: keys (x3), P (x2), a part of q, slot rows (x3), rescaling, numbers, barriers; and
+# q, grad_out, keys, P (x2), dS, slot rows (x4), row statistics, two numbers.
+FORWARD_BYTES = 3 * TILE_BYTES + 3 * BLOCK_BYTES + (3 + 2 + 2) * 64 * 4 + (8 + 4 + 2) * 4 + 7 * 8
+BACKWARD_BYTES = 3 * TILE_BYTES + 3 * BLOCK_BYTES + (4 + 3) * 64 * 4 + 2 * 4
 TOKENS_AT_ONCE = 4096  # query tokens whose partial rows exist at once in deterministic mode: 2.7 GB at 640 slots
 
 
 def prepare(
-    problem: Problem, window_kv: Tensor, keys: Tensor, topk: Tensor, start: Tensor, sums: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    problem: Problem, window_kv: Tensor, keys: Tensor, topk: Tensor, start: Tensor, sums: Tensor | None = None,
+    launches: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rows of both latents in the kernels' channel order, bf16 [J + C, 512], and every token's slot blocks, int32 [T].
 
-    `sums`, fp32 of the table's shape, is zeroed.
+    Also zeros int32 [launches], from which CTAs draw tokens. `sums`, fp32 of the table's shape, is zeroed.
     """
     rows = len(window_kv) + len(keys)
     table = window_kv.new_empty(rows, window_kv.shape[1])
-    blocks = topk.new_empty(problem.num_tokens)
+    numbers = topk.new_empty(problem.num_tokens + launches)
     pack = -(-rows * window_kv.shape[1] // (16 * THREADS))
-    count = -(-problem.num_tokens // (THREADS // 32))
+    count = problem.num_tokens // (THREADS // 32) + 1
     target, clear = (table, 0) if sums is None else (sums, 1)
     launch(
-        "hopper_tables.cu", "prepare", pack + count, THREADS, window_kv, keys, table, target, topk, start, blocks, pack,
-        len(window_kv), rows, clear, problem.num_tokens, problem.window, problem.num_topk, problem.window_offset,
+        "hopper_tables.cu", "prepare", pack + count, THREADS, window_kv, keys, table, target, topk, start, numbers,
+        pack, len(window_kv), rows, clear, problem.num_tokens, launches, problem.window, problem.num_topk,
+        problem.window_offset,
     )  # fmt: skip
-    return table, blocks
+    return table, numbers[: problem.num_tokens], numbers[problem.num_tokens :]
 
 
 def grid(num_tokens: int, device: torch.device) -> int:
@@ -57,11 +56,11 @@ def forward(
     """Output [T, H, D] and the log of the denominator, fp32 [T, H]."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     if problem.num_tokens:
-        table, blocks = prepare(problem, window_kv, keys, topk, start)
+        table, blocks, tickets = prepare(problem, window_kv, keys, topk, start)
         launch(
             "hopper_forward.cu", "attend_forward", grid(problem.num_tokens, q.device), FORWARD_THREADS, q, table, topk,
-            sink, start, blocks, out, lse, problem.num_tokens, problem.num_heads, problem.window, problem.num_topk,
-            problem.window_offset, len(window_kv), problem.scale, shared_bytes=FORWARD_BYTES,
+            sink, start, blocks, tickets, out, lse, problem.num_tokens, problem.num_heads, problem.window,
+            problem.num_topk, problem.window_offset, len(window_kv), problem.scale, shared_bytes=FORWARD_BYTES,
         )  # fmt: skip
     return out, lse
 
@@ -75,26 +74,20 @@ def backward(
     sums = q.new_empty(len(window_kv) + len(keys), problem.dim, dtype=torch.float32)
     if not problem.num_tokens:
         return grad_q, sums[: len(window_kv)].zero_(), sums[len(window_kv) :].zero_(), delta
-    table, blocks = prepare(problem, window_kv, keys, topk, start, sums)
     slots = problem.window + problem.num_topk
-    if not problem.deterministic and problem.num_heads > FEW_HEADS and slots <= TOKEN_SLOTS:
-        launch(
-            "hopper_backward_token.cu", "attend_backward_token", problem.num_tokens, THREADS, q, out, grad_out, table,
-            topk, lse, start, grad_q, sums, delta, problem.num_tokens, problem.num_heads, problem.window,
-            problem.num_topk, problem.window_offset, len(window_kv), problem.scale, shared_bytes=TOKEN_BYTES,
-        )  # fmt: skip
-        return grad_q, sums[: len(window_kv)], sums[len(window_kv) :], delta
     step = TOKENS_AT_ONCE if problem.deterministic else problem.num_tokens
+    starts = range(0, problem.num_tokens, step)
+    table, blocks, tickets = prepare(problem, window_kv, keys, topk, start, sums, len(starts))
     partial = sums  # never touched unless deterministic
     if problem.deterministic:
         partial = q.new_empty(min(step, problem.num_tokens) * slots, problem.dim)
     name = f"attend_backward<{str(problem.deterministic).lower()}, {-(-problem.num_heads // 16)}>"
-    for begin in range(0, problem.num_tokens, step):
+    for begin, ticket in zip(starts, tickets.split(1), strict=True):
         some = slice(begin, min(begin + step, problem.num_tokens))
         tokens, offset = some.stop - begin, problem.window_offset + begin
         launch(
             "hopper_backward.cu", name, grid(tokens, q.device), THREADS, q[some], out[some], grad_out[some], table,
-            topk[some], lse[some], start[some], blocks[some], grad_q[some], sums, partial, delta[some], tokens,
+            topk[some], lse[some], start[some], blocks[some], ticket, grad_q[some], sums, partial, delta[some], tokens,
             problem.num_heads, problem.window, problem.num_topk, offset, len(window_kv), problem.scale,
             shared_bytes=BACKWARD_BYTES,
         )  # fmt: skip

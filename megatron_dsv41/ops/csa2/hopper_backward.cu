@@ -6,70 +6,37 @@
 
 constexpr int THREADS = 256;
 
-// What a thread brings in of q and grad_out: of row t / 2 of its warpgroup's half of the channels, 16 of 32 pieces,
-// in pairs, so that eight lanes store to all banks.
-struct Heads {
-    Vec q[8][2], grad[8][2];
-
-    // Word j of the thread's i-th 16 channels, in units of 8 channels from the row's start.
-    static __device__ __forceinline__ int word(int i, int j) { return thread() / 128 * 32 + (i / 2 * 4 + thread() % 2 * 2 + i % 2) * 2 + j; }
-
-    __device__ __forceinline__ void load(const u16* q_row, const u16* grad_row, bool real) {
+// Sums of x[0] .. x[2 * HALF - 1] over lanes that differ in the bits of 4 * HALF - 1: row r is left in lanes 2r, 2r + 1.
+template <int HALF> __device__ __forceinline__ float sum_rows(float* x, int lane) {
+    if constexpr (HALF == 0) {
+        return x[0] + __shfl_xor_sync(0xffffffffu, x[0], 1);
+    } else {
+        const bool upper = lane & 2 * HALF;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const Vec zero = {0, 0, 0, 0};
-                q[i][j] = real ? reinterpret_cast<const Vec*>(q_row)[word(i, j)] : zero;
-                grad[i][j] = real ? reinterpret_cast<const Vec*>(grad_row)[word(i, j)] : zero;
-            }
+        for (int r = 0; r < HALF; ++r) {
+            const float other = __shfl_xor_sync(0xffffffffu, upper ? x[r] : x[r + HALF], 2 * HALF);
+            x[r] = (upper ? x[r + HALF] : x[r]) + other;
         }
+        return sum_rows<HALF / 2>(x, lane);
     }
-    // Writes the row of both tiles, packed; returns this half's sum(out * grad_out).
-    __device__ __forceinline__ float store(unsigned char* q_tile, unsigned char* grad_tile, int row, const u16* out_row,
-                                           bool real) {
-        Vec out[8][2];
-        float dot = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            pack16(q[i][0], q[i][1]);
-#pragma unroll
-            for (int j = 0; j < 2; ++j) *reinterpret_cast<Vec*>(q_tile + swizzled(row, word(i, j))) = q[i][j];
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const Vec zero = {0, 0, 0, 0};
-                out[i][j] = real ? reinterpret_cast<const Vec*>(out_row)[word(i, j)] : zero;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            Vec packed[2] = {grad[i][0], grad[i][1]};
-            pack16(packed[0], packed[1]);
-#pragma unroll
-            for (int j = 0; j < 2; ++j) *reinterpret_cast<Vec*>(grad_tile + swizzled(row, word(i, j))) = packed[j];
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const Vec a = out[i][j], b = grad[i][j];
-                dot += dot2(a.x, b.x) + dot2(a.y, b.y) + dot2(a.z, b.z) + dot2(a.w, b.w);
-            }
-        }
-        return dot + __shfl_xor_sync(0xffffffffu, dot, 1);
-    }
-};
+}
+
+// Lanes 2n and 2n + 1 hold 16 channels, 8 each: into packed order.
+__device__ __forceinline__ Vec pack_lanes(Vec a) {
+    const bool odd = thread() % 2;
+    const u32 first = __shfl_xor_sync(0xffffffffu, odd ? a.x : a.y, 1);
+    const u32 second = __shfl_xor_sync(0xffffffffu, odd ? a.z : a.w, 1);
+    return odd ? Vec{first, second, a.y, a.w} : Vec{a.x, a.z, first, second};
+}
 
 // grad_q, delta = sum(out * grad_out), and both latents' gradients: added to fp32 `sums` [window rows + entries, 512] or,
 // ORDERED, one row per slot in bf16 `partial` [tokens * slots, 512]; rows of slots not in use stay unwritten.
-// HEAD_STEPS * 16 is at least the number of heads. The last tokens come first: they have the most slots.
+// HEAD_STEPS * 16 is at least the number of heads. The last tokens come first, for they have the most slots, and whoever
+// is free takes the next one; `tickets` is 0 at the start.
 template <bool ORDERED, int HEAD_STEPS>
 __global__ void __launch_bounds__(THREADS, 1)
 attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* table, const int* topk, const float* lse,
-                const long long* start, const int* blocks_of, u16* grad_q, float* sums, u16* partial, float* delta,
+                const long long* start, const int* blocks_of, int* tickets, u16* grad_q, float* sums, u16* partial, float* delta,
                 int num_tokens, int num_heads, int window, int num_topk, int offset, int num_window, double scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     unsigned char *q_tile = memory, *g_tile = memory + TILE, *k_tile = memory + 2 * TILE, *p_tile = memory + 3 * TILE;
@@ -88,18 +55,37 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
     const u64 p_columns = descriptor(p_at, COLUMN_BLOCK), ds_columns = descriptor(ds_at, COLUMN_BLOCK);
 
     float dq[128], grad[64];  // grad: 128 channels of the block's key gradients, 64 rows
-    // Brings q and grad_out of a token into this warpgroup's half of both tiles, and the rows' statistics.
+    // Brings q and grad_out of a token into this warpgroup's half of both tiles, and the rows' statistics. A warp has 16
+    // heads, a lane 8 channels of each.
     auto bring = [&](int token) {
-        const int tid = thread(), head = tid % 128 / 2;
-        const bool real = head < num_heads;
-        const long long at = (long long)token * num_heads + head;
-        Heads heads;
-        heads.load(q + at * DIM, grad_out + at * DIM, real);
-        const float head_lse = real ? lse[at] * LOG2E : INFINITE;
-        const float dot = heads.store(q_tile, g_tile, head, out + at * DIM, real);
-        if (tid % 2 == 0) {
-            if (tid < 128) row_stats[head] = head_lse;
-            row_stats[(1 + tid / 128) * ROWS + head] = dot;
+        const int tid = thread(), lane = tid % 32, head = tid % 128 / 32 * 16, chunk = tid / 128 * 32 + lane;
+        const long long at = ((long long)token * num_heads + head) * DIM + chunk * 8;
+        const Vec zero = {0, 0, 0, 0};
+        auto load = [&](Vec(&rows)[16], const u16* from) {
+#pragma unroll
+            for (int r = 0; r < 16; ++r)
+                rows[r] = head + r < num_heads ? *reinterpret_cast<const Vec*>(from + at + r * DIM) : zero;
+        };
+        auto store = [&](const Vec(&rows)[16], unsigned char* tile) {
+#pragma unroll
+            for (int r = 0; r < 16; ++r) *reinterpret_cast<Vec*>(tile + swizzled(head + r, chunk)) = pack_lanes(rows[r]);
+        };
+        Vec a[16], b[16];
+        float dots[16];
+        load(a, q);
+        load(b, grad_out);
+        const int mine = head + lane / 2;
+        const float head_lse = mine < num_heads ? lse[(long long)token * num_heads + mine] * LOG2E : INFINITE;
+        store(a, q_tile);
+        load(a, out);
+        store(b, g_tile);
+#pragma unroll
+        for (int r = 0; r < 16; ++r)
+            dots[r] = dot2(a[r].x, b[r].x) + dot2(a[r].y, b[r].y) + dot2(a[r].z, b[r].z) + dot2(a[r].w, b[r].w);
+        const float dot = sum_rows<8>(dots, lane);
+        if (lane % 2 == 0) {
+            if (tid < 128) row_stats[mine] = head_lse;
+            row_stats[(1 + tid / 128) * ROWS + mine] = dot;
         }
         fence_async();
     };
@@ -128,22 +114,32 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
             }
         }
     };
-    // Stores `grad` in the partial rows from first_row on. Lanes trade halves, so that a store has 16 bytes.
+    // Stores `grad` in the partial rows from first_row on. Lanes trade words until 8 lanes hold a whole 128-byte line.
     auto store_rows = [&](const int* row_ids, int first_row, int chunk) {
         const int tid = thread(), lane = tid % 32, quad = lane % 4, row = tid % 128 / 32 * 16 + lane / 4;
-        const int odd = quad % 2;
+        const int odd = lane / 4 % 2;
+        u16* to = partial + (long long)(first_row + row - odd) * DIM + group * 256 + chunk * 128 +
+                  odd * 32 + quad % 2 * 16 + quad / 2 * 8;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            u16* to = partial + (long long)(first_row + row + 8 * i) * DIM + group * 256 + chunk * 128 + odd * 16 + quad / 2 * 8;
-            const bool used = row_ids[row + 8 * i] >= 0;
+            const bool even_used = row_ids[row - odd + 8 * i] >= 0, odd_used = row_ids[row - odd + 1 + 8 * i] >= 0;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float* x = grad + j * 16 + i * 2;
-                const u32 a = pack(x[0], x[1]), b = pack(x[4], x[5]), c = pack(x[8], x[9]), d = pack(x[12], x[13]);
-                const u32 first = __shfl_xor_sync(0xffffffffu, odd ? a : c, 1);
-                const u32 second = __shfl_xor_sync(0xffffffffu, odd ? b : d, 1);
-                const Vec words = {odd ? first : a, odd ? second : b, odd ? c : first, odd ? d : second};
-                if (used) *reinterpret_cast<Vec*>(to + j * 32) = words;
+            for (int j = 0; j < 4; j += 2) {  // 64 channels each
+                Vec words[2];
+#pragma unroll
+                for (int l = 0; l < 2; ++l) {  // 32 channels: a lane of a quad gets 8 neighbours
+                    const float* x = grad + (j + l) * 16 + i * 2;
+                    const u32 a = pack(x[0], x[1]), b = pack(x[4], x[5]), c = pack(x[8], x[9]), d = pack(x[12], x[13]);
+                    const u32 first = __shfl_xor_sync(0xffffffffu, quad % 2 ? a : c, 1);
+                    const u32 second = __shfl_xor_sync(0xffffffffu, quad % 2 ? b : d, 1);
+                    words[l] = quad % 2 ? Vec{first, second, c, d} : Vec{a, b, first, second};
+                }
+                const Vec kept = odd ? words[1] : words[0], given = odd ? words[0] : words[1];
+                const Vec got = {__shfl_xor_sync(0xffffffffu, given.x, 4), __shfl_xor_sync(0xffffffffu, given.y, 4),
+                                 __shfl_xor_sync(0xffffffffu, given.z, 4), __shfl_xor_sync(0xffffffffu, given.w, 4)};
+                u16* place = to + 8 * i * DIM + j * 32;
+                if (even_used) *reinterpret_cast<Vec*>(place) = odd ? got : kept;
+                if (odd_used) *reinterpret_cast<Vec*>(place + DIM) = odd ? kept : got;
             }
         }
     };
@@ -162,7 +158,7 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
             }
         }
     };
-    int* next_blocks = reinterpret_cast<int*>(row_stats + 3 * ROWS);
+    int* coming = reinterpret_cast<int*>(row_stats + 3 * ROWS);  // blocks of the next token, and the token after it
     int token = num_tokens - 1 - blockIdx.x, blocks = __shfl_sync(0xffffffffu, blocks_of[token], 0);
     int turn = 0;                     // blocks so far
     int first_row = 0, last_row = 0;  // partial rows of this block and of the one before
@@ -176,13 +172,16 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
             mma128<1, 1>(grad, weights + rows(k), heads_at + column_blocks(2 * chunk) + rows(k), add || k > 0);
     };
 
+    auto draw = [&] { return num_tokens - 1 - (int)gridDim.x - atomicAdd(tickets, 1); };  // the next token, < 0: none
+
     if (tid < ROWS) tile_ids[tid] = slots.row(token, tid, slots.load(token, tid));
+    if (tid == ROWS) coming[1] = draw();
     __syncthreads();
+    int next = __shfl_sync(0xffffffffu, coming[1], 0);
     gather(k_at, table, tile_ids, tid);
     copy_commit();
     bring(token);
     for (;;) {
-        const int next = token - (int)gridDim.x;
         if (threadIdx.x == 0 && next >= 0) {
             const long long at = (long long)next * num_heads * DIM;
             prefetch_l2(q + at, num_heads * DIM * 2);
@@ -207,10 +206,11 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
                 const int tid = thread(), their = last ? next : token, slot = (last ? 0 : (block + 1) * ROWS) + tid - 128;
                 int loaded = 0;
                 if (more && tid < 128 + ROWS) loaded = slots.load(their, slot);
-                else if (more && last) loaded = blocks_of[next];
+                else if (more && last && tid == 128 + ROWS) loaded = blocks_of[next];
+                else if (more && last && tid == 128 + ROWS + 1) loaded = draw();
                 if (turn > 0) put(last_ids, last_row, 1);  // while warpgroup 0 forms S
                 if (more && tid < 128 + ROWS) next_ids[tid - 128] = slots.row(their, slot, loaded);
-                else if (more && last) *next_blocks = loaded;
+                else if (more && last && tid < 128 + ROWS + 2) coming[tid - 128 - ROWS] = loaded;
                 meet<4, THREADS>();  // S comes first, so that P is formed while dP runs
             }
             mma_fence();
@@ -300,7 +300,8 @@ attend_backward(const u16* q, const u16* out, const u16* grad_out, const u16* ta
         }
         if (next < 0) break;
         token = next;
-        blocks = __shfl_sync(0xffffffffu, *next_blocks, 0);
+        blocks = __shfl_sync(0xffffffffu, coming[0], 0);
+        next = __shfl_sync(0xffffffffu, coming[1], 0);
         if (group == 0) meet<5, 128>();  // this warpgroup is done with its half of q and grad_out
         else meet<3, 128>();
         bring(token);

@@ -6,27 +6,26 @@
 #include "hopper.cuh"
 
 constexpr int THREADS = 384;
-constexpr int KEPT = 28;             // steps of 16 channels of q in registers
-constexpr int SHRUNK = 1, LAST = 2;  // flags of a block of probabilities: the maximum moved, the token ends
+constexpr int KEPT = 28;  // steps of 16 channels of q in registers
 
-// out [T, H, 512] and lse: the log of the denominator, fp32 [T, H]. The last tokens come first: they have the most slots.
+// out [T, H, 512] and lse: the log of the denominator, fp32 [T, H]. `tickets` is 0 at the start.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attend_forward(const u16* q, const u16* table, const int* topk, const float* sink, const long long* start,
-               const int* blocks_of, u16* out, float* lse, int num_tokens, int num_heads, int window, int num_topk,
+               const int* blocks_of, int* tickets, u16* out, float* lse, int num_tokens, int num_heads, int window, int num_topk,
                int offset, int num_window, double scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     unsigned char *k_tiles = memory, *p_tiles = memory + 3 * TILE, *q_tail = p_tiles + 2 * COLUMN_BLOCK;
     int* tile_ids = reinterpret_cast<int*>(q_tail + COLUMN_BLOCK);   // [3][64], by buffer
     float* shrinks = reinterpret_cast<float*>(tile_ids + 3 * ROWS);  // [2][64], by block parity
     float* inverses = shrinks + 2 * ROWS;                            // [2][64]
-    int* flags = reinterpret_cast<int*>(inverses + 2 * ROWS);        // [2][4 warps]
-    int* tile_last = flags + 8;                                      // [3]: whether it is its token's last block
-    u64* keys_ready = reinterpret_cast<u64*>(tile_last + 4);         // [3]
+    int* shrunk = reinterpret_cast<int*>(inverses + 2 * ROWS);       // [2][4 warps]
+    int* tile_info = shrunk + 8;  // [4], by block: 2 * token + (1 if it is the token's last block); -1 behind the last one
+    int* further = tile_info + 4;                                    // [2]: the token after the one that is gathered
+    u64* keys_ready = reinterpret_cast<u64*>(further + 2);           // [3]
     u64 *p_ready = keys_ready + 3, *p_free = keys_ready + 5;         // [2], [2]
     const int tid = threadIdx.x;
     const int group = __shfl_sync(0xffffffffu, tid / 128, 0);  // uniform, so descriptors live in uniform registers
     const int warp = __shfl_sync(0xffffffffu, tid % 128 / 32, 0);
-    int token = num_tokens - 1 - blockIdx.x;
 
     if (tid == 0) {
         for (int i = 0; i < 3; ++i) barrier_init(keys_ready + i, 256);
@@ -75,13 +74,14 @@ attend_forward(const u16* q, const u16* table, const int* topk, const float* sin
             fence_async();
             meet<3, 128>();
         };
-        load_q(token);
+        barrier_wait(keys_ready, 0);
+        int info = tile_info[0];
+        load_q(info / 2);
         start_softmax();
-        for (int turn = 0, buffer = 0, phase = 0; token >= 0; ++turn) {
+        for (int turn = 0, buffer = 0, phase = 0;; ++turn) {
             const int parity = turn % 2;
             const u64 keys = descriptor(shared_address(k_tiles) + buffer * TILE, 16);
             float s[32];
-            barrier_wait(keys_ready + buffer, phase);
             mma_fence();
 #pragma unroll
             for (int k = 0; k < KEPT; ++k) mma64_registers<0>(s, q_rows + k * 4, keys + channels(k), k > 0);
@@ -90,7 +90,7 @@ attend_forward(const u16* q, const u16* table, const int* topk, const float* sin
             mma_commit();
             mma_wait<0>();
             const int lane = thread() % 32, quad = lane % 4, row = warp * 16 + lane / 4;  // and row + 8
-            const int last = tile_last[buffer], next = token - (int)gridDim.x;
+            const int token = info / 2, last = info % 2;
             float best[2] = {-INFINITE, -INFINITE}, shrink[2];
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
@@ -127,7 +127,7 @@ attend_forward(const u16* q, const u16* table, const int* topk, const float* sin
                 shrinks[parity * ROWS + row + 8] = shrink[1];
             }
             const int any = __any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f);
-            if (lane == 0) flags[parity * 4 + warp] = (any ? SHRUNK : 0) | (last ? LAST : 0);
+            if (lane == 0) shrunk[parity * 4 + warp] = any;
             if (last) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
@@ -147,16 +147,13 @@ attend_forward(const u16* q, const u16* table, const int* topk, const float* sin
                 buffer = 0;
                 phase ^= 1;
             }
+            barrier_wait(keys_ready + buffer, phase);
+            info = tile_info[(turn + 1) % 4];
             if (last) {
-                token = next;
-                if (token >= 0) {
-                    meet<3, 128>();  // all are done with the tail of q
-                    load_q(token);
-                    start_softmax();
-                    const int further = token - (int)gridDim.x;
-                    if (thread() == 0 && further >= 0)
-                        prefetch_l2(q + (long long)further * num_heads * DIM, num_heads * DIM * 2);
-                }
+                if (info < 0) break;
+                meet<3, 128>();  // all are done with the tail of q
+                load_q(info / 2);
+                start_softmax();
             }
         }
     } else {
@@ -166,45 +163,62 @@ attend_forward(const u16* q, const u16* table, const int* topk, const float* sin
         float o[128];
 #pragma unroll
         for (int i = 0; i < 128; ++i) o[i] = 0.0f;
-        // The next block to gather, and what `slots.load` said about its slot `worker`.
-        int next_token = token, next_block = 0, next_blocks = blocks_of[token], loaded = 0;
+        // The next block to gather (token -1: the end, -2: beyond it), what `slots.load` said about its slot, and the token
+        // after its own: the last tokens come first, and whoever is free takes the next one.
+        int next_token = num_tokens - 1 - (int)blockIdx.x, next_block = 0, next_blocks = blocks_of[next_token];
+        int loaded = 0, ticket = 0, place = 0;
         auto look_up = [&] {
             const int worker = thread() - 128;
             if (worker < ROWS && next_token >= 0) loaded = slots.load(next_token, next_block * ROWS + worker);
         };
-        auto write_ids = [&](int buffer) {
+        auto draw = [&] {
+            if (thread() == 128 + ROWS) ticket = max(num_tokens - 1 - (int)gridDim.x - atomicAdd(tickets, 1), -1);
+        };
+        auto announce_block = [&](int turn, int buffer) {
             const int worker = thread() - 128;
             if (worker < ROWS && next_token >= 0)
                 tile_ids[buffer * ROWS + worker] = slots.row(next_token, next_block * ROWS + worker, loaded);
-            if (worker == ROWS && next_token >= 0) tile_last[buffer] = next_block + 1 == next_blocks;
+            if (worker == ROWS) {
+                tile_info[turn % 4] = next_token < 0 ? -1 : 2 * next_token + (next_block + 1 == next_blocks);
+                further[place] = ticket;
+            }
         };
         auto fetch = [&](int buffer) {
-            const int worker = thread() - 128;
-            gather(shared_address(k_tiles) + buffer * TILE, table, tile_ids + buffer * ROWS, worker);
+            if (next_token >= 0)
+                gather(shared_address(k_tiles) + buffer * TILE, table, tile_ids + buffer * ROWS, thread() - 128);
             barrier_arrive_copies(keys_ready + buffer);
-            if (++next_block == next_blocks) {
+            if (next_token < 0) {
+                next_token = -2;
+            } else if (++next_block == next_blocks) {
                 next_block = 0;
-                next_token -= (int)gridDim.x;
-                if (next_token >= 0) next_blocks = blocks_of[next_token];
+                next_token = further[place];
+                place ^= 1;
+                if (next_token >= 0) {
+                    next_blocks = blocks_of[next_token];
+                    draw();
+                    if (thread() == 128)
+                        prefetch_l2(q + (long long)next_token * num_heads * DIM, num_heads * DIM * 2);
+                }
             }
             look_up();
         };
         look_up();
+        draw();
         for (int buffer = 0; buffer < 3; ++buffer) {
-            if (next_token < 0) break;
-            write_ids(buffer);
+            if (next_token == -2) break;
+            announce_block(buffer, buffer);
             meet<2, 256>();
             fetch(buffer);
         }
         int first = 1;  // whether the block is its token's first
-        for (int turn = 0, buffer = 0; token >= 0; ++turn) {
-            const int parity = turn % 2;
+        for (int turn = 0, buffer = 0;; ++turn) {
+            const int parity = turn % 2, info = tile_info[turn % 4];
+            if (info < 0) break;
             const u64 weights = descriptor(shared_address(p_tiles) + parity * COLUMN_BLOCK, 16);
             const u64 keys = descriptor(shared_address(k_tiles) + buffer * TILE + half * 4 * COLUMN_BLOCK, COLUMN_BLOCK);
             barrier_wait(p_ready + parity, turn / 2 % 2);
             const int row = warp * 16 + thread() % 32 / 4;  // and row + 8
-            const int flag = flags[parity * 4 + warp];
-            if (!first && flag & SHRUNK) {
+            if (!first && shrunk[parity * 4 + warp]) {
                 const float shrink0 = shrinks[parity * ROWS + row], shrink1 = shrinks[parity * ROWS + row + 8];
 #pragma unroll
                 for (int i = 0; i < 128; ++i) o[i] *= i / 2 % 2 ? shrink1 : shrink0;
@@ -214,15 +228,15 @@ attend_forward(const u16* q, const u16* table, const int* topk, const float* sin
 #pragma unroll
             for (int k = 0; k < ROWS / 16; ++k) mma256<0, 1>(o, weights + channels(k), keys + rows(k), !first || k > 0);
             mma_commit();
-            write_ids(buffer);
+            if (next_token != -2) announce_block(turn + 3, buffer);
             mma_wait<0>();
             barrier_arrive(p_free + parity);
-            if (next_token >= 0) {
+            if (next_token != -2) {
                 meet<2, 256>();  // both warpgroups are done with this block's keys
                 fetch(buffer);
             }
             if (++buffer == 3) buffer = 0;
-            first = flag & LAST;
+            first = info % 2;
             if (first) {
                 const int lane = thread() % 32, quad = lane % 4, row = warp * 16 + lane / 4;  // and row + 8
 #pragma unroll
@@ -230,7 +244,7 @@ attend_forward(const u16* q, const u16* table, const int* topk, const float* sin
                     const int r = row + 8 * i;
                     if (r < num_heads) {
                         const float inverse = i == 0 ? inverse0 : inverse1;
-                        u16* to = out + ((long long)token * num_heads + r) * DIM + half * 256 + quad * 4;
+                        u16* to = out + ((long long)(info / 2) * num_heads + r) * DIM + half * 256 + quad * 4;
 #pragma unroll
                         for (int j = 0; j < 16; ++j) {
                             const float* from = o + j * 8 + i * 2;
@@ -238,7 +252,6 @@ attend_forward(const u16* q, const u16* table, const int* topk, const float* sin
                         }
                     }
                 }
-                token -= (int)gridDim.x;
             }
         }
     }

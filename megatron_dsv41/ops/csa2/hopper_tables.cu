@@ -6,10 +6,12 @@ constexpr int THREADS = 256;
 
 // The first `pack_blocks` blocks write the table of latents: window rows, then compressed rows, packed; one thread per
 // 16 channels. With `clear`, they also zero the fp32 rows that the backward adds to. The others count, a warp per token:
-// blocks[t] is the number of blocks of 64 slots up to the last used one, at least 1.
+// blocks[t] is the number of blocks of 64 slots up to the last used one, at least 1. The `num_tickets` numbers behind
+// them become 0.
 extern "C" __global__ void prepare(const u16* window_kv, const u16* keys, u16* table, float* sums, const int* topk,
                                    const long long* start, int* blocks, int pack_blocks, int num_window, int num_rows,
-                                   int clear, int num_tokens, int window, int num_topk, int offset) {
+                                   int clear, int num_tokens, int num_tickets, int window, int num_topk,
+                                   int offset) {
     if (blockIdx.x < pack_blocks) {
         const long long at = (long long)blockIdx.x * THREADS + threadIdx.x;
         const long long row = at / (DIM / 16);
@@ -26,6 +28,8 @@ extern "C" __global__ void prepare(const u16* window_kv, const u16* keys, u16* t
         return;
     }
     const int token = (blockIdx.x - pack_blocks) * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (token == num_tokens)
+        for (int i = lane; i < num_tickets; i += 32) blocks[num_tokens + i] = 0;
     if (token >= num_tokens) return;
     int used = token + offset >= start[token] ? window : 0;  // the newest window row comes last
     for (int place = lane; place < num_topk; place += 32)

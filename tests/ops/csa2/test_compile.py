@@ -37,9 +37,7 @@ CUDA = [
     ("hopper_tables.cu", "sum_rows"),
     ("hopper_forward.cu", "attend_forward"),
     *(("hopper_backward.cu", name) for name in STEPS),
-    ("hopper_backward_token.cu", "attend_backward_token"),
 ]
-SPILLS = {"attend_backward_token": 24}  # bytes of stack; 0 elsewhere
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -72,12 +70,12 @@ def test_triton_kernel_compiles(family, name, constants, warps, stages, monkeypa
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch, for its NVRTC")
 @pytest.mark.parametrize(("file", "name"), CUDA, ids=[name for _, name in CUDA])
-def test_cuda_kernel_compiles_and_hardly_spills(file, name, monkeypatch):
+def test_cuda_kernel_compiles_without_spills(file, name, monkeypatch):
     from torch.cuda._utils import _nvrtc_compile
 
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "/")
     binary, symbol = _nvrtc_compile((FOLDER / file).read_text(), name, "90a", cuda_include_dirs=[str(FOLDER)])
-    assert frame_bytes(binary)[symbol] <= SPILLS.get(name, 0)
+    assert frame_bytes(binary)[symbol] == 0
 
 
 def frame_bytes(binary: bytes) -> dict[str, int]:
