@@ -36,7 +36,7 @@ setup(
     extras_require={
         "te": ["transformer-engine[core_cu13,pytorch]>=2.9"],
         "deepspeed": ["deepspeed>=0.19"],
-        "kernels": ["sgl-flash-mla>=1.0"],
+        "kernels": ["sgl-flash-mla>=1.0", "nvidia-cudnn-frontend>=1.32", "nvidia-cutlass-dsl[cu13]>=4.8"],
         "chat": ["deepseek-recipe>=0.2"],  # DeepSeek's encoding of conversations: dsv41 prep --chat
         "dev": [
             "pytest>=9",

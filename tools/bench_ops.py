@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_dsv41.ops.csa2 import triton_attend, triton_divergence, triton_select
-from megatron_dsv41.ops.csa2.attend import Problem
+from megatron_dsv41.ops.csa2.attend import Problem, slot_table
 from megatron_dsv41.ops.documents import documents_from_lengths
 from megatron_dsv41.testing.bench import backward_call, device_ms, table
 
@@ -93,10 +93,8 @@ def attend_lines(tokens: int, heads: int, clustered: bool) -> Iterator[Line]:
     if heads == 64 and importlib.util.find_spec("flash_mla"):
         from megatron_dsv41.ops.csa2 import flash_mla_attend
 
-        rows, slots = (
-            torch.cat([window_kv, keys]).unsqueeze(1),
-            flash_mla_attend.slot_table(problem, topk, start, tokens),
-        )
+        rows = torch.cat([window_kv, keys]).unsqueeze(1)
+        slots = slot_table(problem, topk, start, tokens, flash_mla_attend.SLOT_BLOCK).unsqueeze(1)
 
         def kernel() -> object:
             return flash_mla_attend.flash_mla_sparse_fwd(q, rows, slots, DIM**-0.5, attn_sink=sink, use_legacy=True)
@@ -110,10 +108,30 @@ def attend_lines(tokens: int, heads: int, clustered: bool) -> Iterator[Line]:
         yield Line("attend bwd", "hopper", shape, backward, lambda: hopper_attend.backward(problem, *saved))
         ordered_backward = lambda: hopper_attend.backward(ordered, *saved)  # noqa: E731
         yield Line("attend bwd", "hopper, deterministic", shape, backward, ordered_backward)
+        if importlib.util.find_spec("cudnn") and importlib.util.find_spec("cutlass"):
+            yield from cudnn_lines(problem, saved, shape, backward)
     yield Line("attend bwd", "triton", shape, backward, lambda: triton_attend.backward(problem, *saved))
     yield Line("attend bwd", "triton, deterministic", shape, backward, lambda: triton_attend.backward(ordered, *saved))
     teacher = lambda: triton_attend.teacher_probabilities(problem, q, keys, topk, lse)  # noqa: E731
     yield Line("teacher", "triton", shape, Work(flop * TOPK / (TOPK + WINDOW), gather), teacher)
+
+
+def cudnn_lines(problem: Problem, saved: tuple[torch.Tensor, ...], shape: str, work: Work) -> Iterator[Line]:
+    """cuDNN's backward alone, its table prepared, and as the provider runs it."""
+    from megatron_dsv41.ops.csa2 import cudnn_attend
+
+    q, window_kv, keys, topk, start, out, lse, grad_out = saved
+    rows = torch.cat([window_kv, keys])
+    slots = slot_table(problem, topk, start, len(window_kv), cudnn_attend.SLOT_BLOCK)
+    no_sink = torch.full_like(lse[0], -torch.inf)
+
+    def kernel() -> object:
+        return cudnn_attend.sparse_attention_backward_wrapper(
+            q, rows, out, grad_out, lse, no_sink, slots, problem.scale
+        )
+
+    yield Line("attend bwd", "cuDNN kernels alone", shape, work, kernel)
+    yield Line("attend bwd", "cudnn", shape, work, lambda: cudnn_attend.backward(problem, *saved))
 
 
 def select_lines(tokens: int) -> Iterator[Line]:

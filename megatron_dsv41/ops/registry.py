@@ -16,6 +16,7 @@ PROVIDERS: dict[str, dict[str, str]] = {
         "triton": "megatron_dsv41.ops.csa2.triton_attend:sparse_attend",
         "hopper": "megatron_dsv41.ops.csa2.hopper_attend:sparse_attend",
         "flash_mla": "megatron_dsv41.ops.csa2.flash_mla_attend:sparse_attend",
+        "cudnn": "megatron_dsv41.ops.csa2.cudnn_attend:sparse_attend",
     },
     "csa2.pool": {"ref": "megatron_dsv41.ops.csa2.ref:pool"},
     "csa2.select": {

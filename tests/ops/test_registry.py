@@ -1,5 +1,7 @@
 """Implementations are chosen by name; nothing is chosen in silence."""
 
+import sys
+
 import pytest
 
 from megatron_dsv41.ops.registry import PROVIDERS, Ops, load, providers
@@ -35,6 +37,13 @@ def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(PROVIDERS["csa2.pool"], "absent", "a_package_that_is_not_there:pool")
     with pytest.raises(ImportError, match="provider 'absent' needs the package 'a_package_that_is_not_there'"):
         Ops({"csa2.pool": "absent"})
+
+
+def test_both_packages_of_the_cudnn_provider_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "megatron_dsv41.ops.csa2.cudnn_attend", raising=False)
+    with pytest.raises(ImportError, match="'cudnn' needs the package 'nvidia-cudnn-frontend': .*nvidia-cutlass-dsl"):
+        Ops({"csa2.sparse_attend": "cudnn"})
 
 
 def test_start_up_table_names_every_op():

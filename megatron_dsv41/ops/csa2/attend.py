@@ -28,10 +28,21 @@ class Problem:
 # (problem, q, window_kv, keys, topk, sink, start) -> output [T, H, D], lse: log of the denominator, sink included, fp32
 Forward = Callable[..., tuple[Tensor, Tensor]]
 # (problem, q, window_kv, keys, topk, start, out, lse, grad_out)
-#   -> grad_q, window gradient fp32 [J, D], entry gradient fp32 [C, D], delta = sum(out * grad_out) fp32 [T, H]
+#   -> grad_q, window gradient [J, D] and entry gradient [C, D], both summed in fp32, delta = sum(out * grad_out) fp32
+#      [T, H]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 # (problem, q, keys, topk, lse) -> head-summed probabilities of the selected slots, fp32 [T, K]
 Teacher = Callable[..., Tensor]
+
+
+def slot_table(problem: Problem, topk: Tensor, start: Tensor, num_window_rows: int, block: int) -> Tensor:
+    """Rows of [window_kv ; compressed_kv] per token, int32 [T, slots padded to a multiple of block], -1 = none."""
+    here = torch.arange(problem.num_tokens, device=start.device) + problem.window_offset
+    near = here[:, None] - (problem.window - 1) + torch.arange(problem.window, device=start.device)
+    near = torch.where(near >= start[:, None], near, -1).to(torch.int32)
+    far = torch.where(topk >= 0, topk + num_window_rows, -1)
+    padding = -(problem.window + problem.num_topk) % block
+    return torch.nn.functional.pad(torch.cat([near, far], dim=1), (0, padding), value=-1)
 
 
 class SparseAttention(torch.autograd.Function):

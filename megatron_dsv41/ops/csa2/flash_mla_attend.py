@@ -10,27 +10,17 @@ from flash_mla import flash_mla_sparse_fwd
 from torch import Tensor
 
 from megatron_dsv41.ops.csa2 import triton_attend
-from megatron_dsv41.ops.csa2.attend import Problem, attend
+from megatron_dsv41.ops.csa2.attend import Problem, attend, slot_table
 from megatron_dsv41.ops.csa2.checks import check_attend
 
 SLOT_BLOCK = 128
-
-
-def slot_table(problem: Problem, topk: Tensor, start: Tensor, num_window_rows: int) -> Tensor:
-    """Rows of [window_kv ; compressed_kv] per token, int32 [T, 1, slots padded to SLOT_BLOCK], -1 = none."""
-    here = torch.arange(problem.num_tokens, device=start.device) + problem.window_offset
-    near = here[:, None] - (problem.window - 1) + torch.arange(problem.window, device=start.device)
-    near = torch.where(near >= start[:, None], near, -1).to(torch.int32)
-    far = torch.where(topk >= 0, topk + num_window_rows, -1)
-    padding = -(problem.window + problem.num_topk) % SLOT_BLOCK
-    return torch.nn.functional.pad(torch.cat([near, far], dim=1), (0, padding), value=-1).unsqueeze(1)
 
 
 def forward(
     problem: Problem, q: Tensor, window_kv: Tensor, keys: Tensor, topk: Tensor, sink: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and the log of the denominator, fp32 [T, H]."""
-    table = slot_table(problem, topk, start, len(window_kv))
+    table = slot_table(problem, topk, start, len(window_kv), SLOT_BLOCK).unsqueeze(1)
     rows = torch.cat([window_kv, keys]).unsqueeze(1)
     out, _, lse = flash_mla_sparse_fwd(q, rows, table, problem.scale, attn_sink=sink, use_legacy=True)
     assert lse is not None

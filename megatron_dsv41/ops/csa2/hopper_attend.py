@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_dsv41.ops.csa2 import triton_attend
 from megatron_dsv41.ops.csa2.attend import Problem, attend
-from megatron_dsv41.ops.csa2.checks import check_attend
+from megatron_dsv41.ops.csa2.checks import check_attend, check_hopper
 from megatron_dsv41.ops.csa2.cuda_kernels import launch
 
 THREADS, FORWARD_THREADS = 256, 384
@@ -127,11 +127,7 @@ def sparse_attend(
     ValueError: dtypes, devices or sizes that the kernels do not take. See triton_attend for `deterministic`.
     """
     check_attend("hopper", q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H, window_start_T, (512,))
-    if torch.cuda.get_device_capability(q_THD.device) != (9, 0):
-        raise ValueError(
-            "csa2.sparse_attend: provider 'hopper' needs compute capability 9.0, "
-            f"{torch.cuda.get_device_name(q_THD.device)} has {torch.cuda.get_device_capability(q_THD.device)}"
-        )
+    check_hopper("hopper", q_THD.device)
     return attend(
         forward, backward, triton_attend.teacher_probabilities, q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H,
         window_start_T, window_offset, scale, window, teacher, deterministic, turn,

@@ -62,6 +62,17 @@ def teacher_probabilities(problem: Problem, q: Tensor, keys: Tensor, topk: Tenso
     return teacher
 
 
+def output_dots(out: Tensor, grad_out: Tensor) -> Tensor:
+    """delta = sum(out * grad_out) over the channels, fp32 [T, H], for a backward kernel that keeps it to itself."""
+    delta = out.new_empty(out.shape[:2], dtype=torch.float32)
+    if delta.numel():
+        rows = 16
+        kernels.output_dots[(triton.cdiv(delta.numel(), rows),)](
+            out, grad_out, delta, delta.numel(), D=out.shape[2], ROWS=rows, num_warps=4
+        )
+    return delta
+
+
 def backward(
     problem: Problem, q: Tensor, window_kv: Tensor, keys: Tensor, topk: Tensor, start: Tensor, out: Tensor,
     lse: Tensor, grad_out: Tensor,

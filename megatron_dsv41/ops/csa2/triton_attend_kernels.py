@@ -105,6 +105,17 @@ def attend_teacher(
         tl.store(teacher_ptr + token * num_topk + place, share, mask=place < num_topk)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def output_dots(out_ptr, grad_out_ptr, delta_ptr, num_rows, D: tl.constexpr, ROWS: tl.constexpr):
+    """delta = sum(out * grad_out) of every token and head, fp32 [num_rows]. Grid: num_rows / ROWS."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * D + tl.arange(0, D)[None, :]
+    real = row < num_rows
+    out = tl.load(out_ptr + at, mask=real[:, None], other=0.0).to(tl.float32)
+    grad_out = tl.load(grad_out_ptr + at, mask=real[:, None], other=0.0).to(tl.float32)
+    tl.store(delta_ptr + row, tl.sum(out * grad_out, axis=1), mask=real)
+
+
 @triton.jit(do_not_specialize=["num_heads", "num_topk", "window_offset", "begin_token"])
 def attend_backward_query(
     q_ptr, window_ptr, compressed_ptr, topk_ptr, start_ptr, out_ptr, lse_ptr, grad_out_ptr,

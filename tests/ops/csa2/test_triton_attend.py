@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_dsv41.ops import registry
 from megatron_dsv41.ops.csa2 import ref
 from megatron_dsv41.ops.csa2.attend import attend
+from megatron_dsv41.ops.csa2.triton_attend import output_dots
 from megatron_dsv41.ops.rope import ref as rope
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -24,6 +25,9 @@ if not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capab
     PROVIDERS.append("hopper")
 if not INTERPRETED and importlib.util.find_spec("flash_mla"):
     PROVIDERS.append("flash_mla")
+if "hopper" in PROVIDERS and importlib.util.find_spec("cudnn") and importlib.util.find_spec("cutlass"):
+    PROVIDERS.append("cudnn")
+VARYING = ("flash_mla", "cudnn")  # providers whose latents' gradients vary in their last bits
 SMALL = dict(heads=8, dim=64, window=8, topk=16)
 RELEASED = dict(heads=64, dim=512, window=128, topk=512)
 
@@ -169,7 +173,7 @@ def test_a_wide_latent_gets_a_wide_gradient(provider):
     assert inputs["compressed_kv_CD"].grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("provider", [provider for provider in PROVIDERS if provider != "flash_mla"])
+@pytest.mark.parametrize("provider", [provider for provider in PROVIDERS if provider not in VARYING])
 def test_deterministic_gradients_repeat_bitwise(provider):
     inputs = case(13 if INTERPRETED else 500, **(SMALL if INTERPRETED else RELEASED))
     grad_out = torch.randn(inputs["q_THD"].shape, generator=torch.Generator().manual_seed(7)).to(DEVICE).bfloat16()
@@ -179,6 +183,26 @@ def test_deterministic_gradients_repeat_bitwise(provider):
     for _ in range(2 if INTERPRETED else 20):
         again = run(function, inputs, grad_out, deterministic=True)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.skipif("cudnn" not in PROVIDERS, reason="needs SM90 and cuDNN-frontend")
+def test_cudnn_refuses_what_its_kernel_does_not_do(monkeypatch):
+    function = registry.load("csa2.sparse_attend", "cudnn")
+    with pytest.raises(ValueError, match="'cudnn' has no deterministic gradients"):
+        function(**case(4, **RELEASED), deterministic=True)
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(ValueError, match="'cudnn' has no deterministic gradients"):
+        function(**case(4, **RELEASED))
+    with pytest.raises(ValueError, match="2 to 64 heads, got 1"):
+        function(**case(4, **dict(RELEASED, heads=1)))
+
+
+@pytest.mark.parametrize("tokens, heads, dim", [(1, 1, 16), (5, 7, 64), (33, 8, 512)])
+def test_output_dots_are_sums_over_channels(tokens, heads, dim):
+    generator = torch.Generator().manual_seed(tokens)
+    out, grad_out = (torch.randn(tokens, heads, dim, generator=generator).to(DEVICE).bfloat16() for _ in range(2))
+    truth = (out.double() * grad_out.double()).sum(-1)
+    torch.testing.assert_close(output_dots(out, grad_out).double(), truth, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.skipif("hopper" not in PROVIDERS, reason="needs SM90")
@@ -213,11 +237,11 @@ def test_queries_given_away_have_the_bits_of_queries_turned_before(provider):
     inputs = case(13 if INTERPRETED else 200, **sizes)
     grad_out = torch.randn(inputs["q_THD"].shape, generator=torch.Generator().manual_seed(7)).to(DEVICE).bfloat16()
     function = registry.load("csa2.sparse_attend", provider)
-    options = {} if provider == "flash_mla" else dict(deterministic=True)  # whose other gradients' sums vary
+    options = {} if provider in VARYING else dict(deterministic=True)
     given = run(turned(function), inputs, grad_out, **options)
     before = run(turned(turned_before(function)), inputs, grad_out, **options)
     assert all(torch.equal(a, b) for a, b in zip(given[:2], before[:2], strict=True))
-    assert provider == "flash_mla" or all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+    assert provider in VARYING or all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
 
 
 class Exact:
