@@ -56,10 +56,14 @@ def activation_bytes(
 
 
 def layer_working_bytes(config: DSV41Config, divided: Division = WHOLE) -> float:
-    """Bytes per token of what the backward pass of one layer makes and drops: gradients inside experts, of streams."""
+    """Bytes per token of what the backward pass of one layer makes and drops, where it is most.
+
+    That is inside the experts: the gradients of their outputs and of the products that w2 multiplied, before the
+    products themselves can go; beside them the gradient of the streams and the fp32 one of the site's output.
+    """
     c, d = config, config.hidden_size
-    experts = 3 * _inner(c) / divided.tensor + divided.dispatched * c.num_experts_per_tok * d
-    return (experts + 2 * c.hc_mult * d / divided.between_sites) * dtype_bytes(c)
+    experts = _inner(c) / divided.tensor + divided.dispatched * c.num_experts_per_tok * d
+    return (experts + c.hc_mult * d / divided.between_sites) * dtype_bytes(c) + 4 * d
 
 
 def head_working_bytes(config: DSV41Config, whole_logits: bool, divided: Division = WHOLE) -> float:

@@ -179,14 +179,14 @@ def _stage_activations(c: DSV41Config, layout: Layout, stage: int, plans: Sequen
     pipeline, virtual = layout.pipeline, layout.virtual
     chunks = pipeline - stage if virtual == 1 else 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
     waiting = min(chunks, layout.num_micro_batches * virtual) / virtual
-    kept = waiting * sum(activation_bytes(c, layout.recompute, plan, divided) for plan in plans)
-    working = layer_working_bytes(c, divided)
+    keeps = [activation_bytes(c, layout.recompute, plan, divided) for plan in plans]
     everything = [activation_bytes(c, "none", plan, divided) for plan in plans]
+    kept, working = waiting * sum(keeps), layer_working_bytes(c, divided)
     if layout.recompute == "full":  # one input per chunk; one chunk at a time has everything while it runs backward
         kept *= virtual / len(plans)
-        working += sum(everything) / virtual
-    elif layout.recompute != "none":  # one layer at a time
-        working += max(everything)
+        working += sum(everything) / virtual - keeps[0]
+    else:  # what is made again of one layer at a time
+        working += max(whole - part for whole, part in zip(everything, keeps, strict=True))
     if stage == pipeline - 1:
         working = max(working, head_working_bytes(c, layout.whole_logits, divided))
     experts = math.ceil(c.n_routed_experts / (layout.expert * layout.expert_tensor))
