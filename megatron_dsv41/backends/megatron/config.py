@@ -120,6 +120,8 @@ def _trainer_arguments(run: Run) -> dict[str, Any]:
     }
     if run.train.precision == "bf16":
         values |= {"bf16": True, "accumulate-allreduce-grads-in-fp32": True}
+    if torch.cuda.is_available():  # NCCL averages as it adds; gloo cannot, and a pass over all gradients divides them
+        values["ddp-average-in-collective"] = True
     if parallel.pp > 1:
         values["pipeline-model-parallel-layout"] = layout_string(stage_layers(model, parallel))
     if parallel.ep > 1 or parallel.expert_tp != parallel.tp:
