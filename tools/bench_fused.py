@@ -1,6 +1,6 @@
 """Time the fused elementwise and mHC kernels beside the reference ops, on one GPU, in one run.
 
-    python tools/bench_fused.py [--tokens 4096] [--ops site gate rope norm swiglu quant] [--ref]
+    python tools/bench_fused.py [--tokens 4096] [--ops site expand gate rope norm swiglu quant] [--ref]
 
 Medians (lowest-highest) over CUDA-graph replays. The floor of a line is its bytes, each input read once and each output
 written once, at the 4.3 TB/s that an H200 copies with (docs/benchmarks.md).
@@ -57,6 +57,13 @@ def site(tokens: int) -> Iterator[Case]:
     yield Case("mHC first site", "mhc.site", first, [streams, *rest], 5 * one, 13 * one)
 
 
+def expand(tokens: int) -> Iterator[Case]:
+    """mHC: the update alone, of a model's last sublayer."""
+    one = tokens * DIM * 2e-9
+    operands = [random(tokens, DIM), random(tokens, STREAMS, DIM), positive(tokens, 4), positive(tokens, 4, 4)]
+    yield Case("mHC expand", "mhc.expand", lambda f: [f(*operands)], operands, 9 * one, 14 * one)
+
+
 def gate(tokens: int) -> Iterator[Case]:
     """The Engram gate."""
     one = tokens * DIM * 2e-9
@@ -102,7 +109,7 @@ def quant(tokens: int) -> Iterator[Case]:
         yield Case(name, f"quant.{name}", lambda f: [f(x)], [x], 2 * x.numel() * 2e-9, None)
 
 
-CASES = {"site": site, "gate": gate, "rope": rope, "norm": norm, "swiglu": swiglu, "quant": quant}
+CASES = {"site": site, "expand": expand, "gate": gate, "rope": rope, "norm": norm, "swiglu": swiglu, "quant": quant}
 
 
 def lines(case: Case, tokens: int, names: list[str]) -> Iterator[list[object]]:
