@@ -17,18 +17,18 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron_dsv41.backends.te.machine import low_precision
 from megatron_dsv41.experiments.plots import plot_loss
 from megatron_dsv41.modules.primitives import TorchPrimitives
-from megatron_dsv41.modules.transformer import Transformer, next_token_loss
+from megatron_dsv41.modules.transformer import Transformer
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.precision import Precision
 from megatron_dsv41.presets import tiny
 from megatron_dsv41.testing.bench import table
+from megatron_dsv41.testing.learning import loss_curve
 
-VOCABULARY, LENGTH, ROWS = 2048, 256, 8
+VOCABULARY = 2048
 SHAPE = {"hidden_size": 512, "moe_intermediate_size": 256, "q_lora_rank": 128, "o_lora_rank": 64, "dtype": "bfloat16"}
 VARIANTS = ("bf16", "bf16-ulp", "delayed", "current", "block", "experts")
 
@@ -78,39 +78,7 @@ def train(variant: str, steps: int) -> list[float]:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1 + 2.0**-8 * (torch.rand_like(parameter, dtype=torch.float32) - 0.5))
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    masters = [parameter.detach().float().requires_grad_() for parameter in parameters]
-    optimizer = torch.optim.AdamW(masters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    losses = []
-    for step in range(steps):
-        ids_BS = progressions(step).cuda()
-        output = model(ids_BS)
-        weight_BS = torch.ones_like(ids_BS).index_fill(1, torch.tensor([LENGTH - 1], device="cuda"), 0)
-        loss = next_token_loss(output.logits, ids_BS.roll(-1, 1), weight_BS)
-        (loss + output.aux.loss.sum()).backward()
-        for master, parameter in zip(masters, parameters, strict=True):
-            master.grad, parameter.grad = None if parameter.grad is None else parameter.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, (step + 1) / 20)
-        optimizer.step()
-        with torch.no_grad():
-            for parameter, master in zip(parameters, masters, strict=True):
-                parameter.copy_(master)
-        losses.append(loss.detach())
-    return torch.stack(losses).tolist()
-
-
-def progressions(step: int) -> Tensor:
-    """Tokens int64 [rows, length]: runs of arithmetic progressions of random length, start and stride, so that there is
-    something to learn for long."""
-    generator = torch.Generator().manual_seed(step)
-    starts = torch.rand(ROWS, LENGTH, generator=generator) < 1 / 24
-    starts[:, 0] = True
-    run = starts.cumsum(1) - 1
-    first = torch.randint(4, VOCABULARY, (ROWS, LENGTH), generator=generator).gather(1, run)
-    stride = torch.randint(1, 17, (ROWS, LENGTH), generator=generator).gather(1, run)
-    begin = torch.where(starts, torch.arange(LENGTH), 0).cummax(1).values
-    return (first + stride * (torch.arange(LENGTH) - begin) - 4) % (VOCABULARY - 4) + 4
+    return loss_curve(model, steps)
 
 
 if __name__ == "__main__":

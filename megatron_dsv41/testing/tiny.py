@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,26 @@ from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.modules.transformer import Transformer
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.phase import Phase
+
+# The tiny model, as wide as the kernels need it: heads of 512 channels, index heads of 128, a window of 128.
+KERNEL_WIDTHS: dict[str, Any] = {
+    "hidden_size": 512,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 16,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 128,
+    "o_lora_rank": 64,
+    "o_groups": 4,
+    "sliding_window": 128,
+    "n_routed_experts": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    "index_topk": 64,
+    "candidate_topk_blocks": 16,
+    "engram_head_dim": 64,
+    "initializer_range": 0.02,
+}
 
 
 def tiny_config(**changes: object) -> DSV41Config:
