@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from megatron_dsv41.backends.megatron import launch
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.testing.bench import FASTEST, table
 from megatron_dsv41.testing.noise import noise_band, nudge
+from megatron_dsv41.testing.tiny import KERNEL_WIDTHS
 from megatron_dsv41.testing.tiny_run import tiny_run, write_corpus
 
 FUSED = "parallel.gradient_accumulation_fusion=true"
@@ -38,25 +40,6 @@ OWNED, OWNER = "one that owns all rows", ("parallel.engram=1",)
 FURTHER = 3
 SEEDS = 3
 SEQUENCE = 512
-# The tiny model, as wide as the kernels need it: heads of 512 channels, index heads of 128, a window of 128.
-WIDE = {
-    "hidden_size": 512,
-    "moe_intermediate_size": 256,
-    "num_attention_heads": 16,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 128,
-    "o_lora_rank": 64,
-    "o_groups": 4,
-    "sliding_window": 128,
-    "n_routed_experts": 8,
-    "index_n_heads": 16,
-    "index_head_dim": 128,
-    "index_topk": 64,
-    "candidate_topk_blocks": 16,
-    "engram_head_dim": 64,
-    "initializer_range": 0.02,
-}
 
 
 def layouts(gpus: int) -> dict[str, tuple[str, ...]]:
@@ -133,18 +116,22 @@ class Verification:
         wanted = {name: c for name, c in layouts(args.gpus).items() if name in (args.layouts or layouts(args.gpus))}
         nudged = [Job(f"ulp{seed}", seed=seed) for seed in range(SEEDS)]
         owned = [Job(OWNED, OWNER)] if any(map(owns_rows, wanted.values())) else []
-        self.start("one", 1, [Job("one"), *nudged, *owned])
-        single = [self.curve(name) for name in ("one", *(f"ulp{seed}" for seed in range(SEEDS)))]
-        if any(len(curve) != args.steps for curve in single):
-            print(f"a run of one GPU failed: see {self.logs}", file=sys.stderr)
-            return 1
         with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(self.alone, [Job("one"), *nudged, *owned], itertools.count()))
+            single = [self.curve(name) for name in ("one", *(f"ulp{seed}" for seed in range(SEEDS)))]
+            if any(len(curve) != args.steps for curve in single):
+                print(f"a run of one GPU failed: see {self.logs}", file=sys.stderr)
+                return 1
             list(pool.map(lambda layout: self.layout(*layout), wanted.items()))
-        ended = [name for name in wanted if len(self.curve(f"{name} 1")) == args.steps]
-        kept = {name: OWNER if owns_rows(wanted[name]) else () for name in ended}
-        back = [Job(f"{name} to one", (*kept[name], *self.longer()), source=f"{name} 1") for name in ended]
-        self.start("to one", 1, back)
+            ended = [name for name in wanted if len(self.curve(f"{name} 1")) == args.steps]
+            kept = {name: OWNER if owns_rows(wanted[name]) else () for name in ended}
+            back = [Job(f"{name} to one", (*kept[name], *self.longer()), source=f"{name} 1") for name in ended]
+            list(pool.map(self.alone, back, itertools.count()))
         return self.report(list(wanted), noise_band(single), single[0])
+
+    def alone(self, job: Job, number: int) -> None:
+        """A run of one GPU, the `number`-th: they take turns on the GPUs."""
+        self.start(job.name, 1, [job], {"CUDA_VISIBLE_DEVICES": _visible()[number % len(_visible())]})
 
     def layout(self, name: str, changes: tuple[str, ...]) -> None:
         """All runs of a layout, then one that goes on from one GPU."""
@@ -156,12 +143,12 @@ class Verification:
         """Settings of a run that goes on."""
         return (f"train.steps={self.args.steps + FURTHER}", f"schedule.stable={self.args.steps + FURTHER}")
 
-    def start(self, name: str, world: int, jobs: list[Job]) -> None:
+    def start(self, name: str, world: int, jobs: list[Job], environment: dict[str, str] | None = None) -> None:
         """Jobs one after the other on `world` processes, which end when their time is over."""
         operation, providers = self.args.ops.split("=", 1)
         wide = self.args.width == "kernels"
         settings = [
-            *(f"model.overrides.{key}={value}" for key, value in (WIDE if wide else {}).items()),
+            *(f"model.overrides.{key}={value}" for key, value in (KERNEL_WIDTHS if wide else {}).items()),
             f"data.seq_length={SEQUENCE if wide else 32}",
             f"train.steps={self.args.steps}",
             f"schedule.stable={self.args.steps}",
@@ -175,7 +162,8 @@ class Verification:
         command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         command += [f"--nproc-per-node={world}", __file__, "--worker", str(self.folder), str(listed)]
         with open(self.logs / f"{name}.log", "w") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            where = os.environ | (environment or {})
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=where)
             try:
                 process.wait(self.args.limit)
             except subprocess.TimeoutExpired:
@@ -256,6 +244,13 @@ def train(folder: Path, job: Job, settings: list[str]) -> None:
     if job.seed is not None:
         created.model_config.pre_wrap_hooks.append(move)
     created.pretrain()
+
+
+def _visible() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    count = max(1, torch.cuda.device_count())
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named[:count] or [str(number) for number in range(count)]
 
 
 def _device() -> str:
