@@ -64,7 +64,7 @@ class Parallel:
     cp: int = 1
     ep: int = 1
     etp: int | None = None  # tensor parallelism inside experts; None: tp without expert parallelism, else 1
-    dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"  # how tokens reach the experts of other ranks
+    dispatcher: Literal["auto", "alltoall", "allgather", "flex"] = "auto"  # to experts of other ranks: `gathers_tokens`
     overlap_shared_expert: bool = False  # the shared expert on a CUDA stream of its own, beside dispatch and combine
     gradient_accumulation_fusion: bool = False  # linears add their weights' gradients to the buffers, not Megatron
     engram: int | None = None  # ranks that own an Engram table's rows together; None: whole on every rank of its stage
@@ -83,6 +83,15 @@ class Parallel:
     def expert_tp(self) -> int:
         """Tensor parallelism inside experts."""
         return self.etp if self.etp is not None else self.tp if self.ep == 1 else 1
+
+    def gathers_tokens(self, experts_per_token: int) -> bool:
+        """Whether tokens reach the experts of other ranks by allgather (or alltoall); auto: by what sends less.
+
+        Of a rank's T tokens, allgather sends each to every other rank once: (ep - 1) T rows each way. alltoall sends
+        one for each of its k chosen experts that lies elsewhere: k T (ep - 1) / ep on average, no fewer where ep <= k.
+        Gathered rows also go to their experts and back by one kernel each, instead of Megatron's permutations.
+        """
+        return self.dispatcher == "allgather" or (self.dispatcher == "auto" and self.ep <= experts_per_token)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

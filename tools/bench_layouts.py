@@ -47,6 +47,7 @@ MEASURED = "measured.jsonl"
 # What scaling the proxy model shall reach, by axis (the first of a layout's name).
 WANTED = {"dp": 0.95, "ep": 0.90, "pp": 0.80, "cp": 0.85, "tp": 0.70}
 AXES = {"tensor": (traces.TENSOR,), "context": (traces.GATHER, traces.HALO), "pipeline": (traces.PIPELINE,)}
+AXES |= {"expert": (traces.EXPERT,)}  # planned where tokens are gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +296,7 @@ def result(
                 "planned": sum(wire[stage][axis] for stage in stages),
             }
             for axis, kinds in AXES.items()
+            if all(axis in sent for sent in wire)
         },
         "engram": ranks[0]["engram"],
         "profile": [
@@ -318,10 +320,13 @@ def planned_memory(case: Case, run: Run, updates: bool) -> list[float]:
 
 
 def planned_traffic(case: Case, run: Run) -> list[dict[str, float]]:
-    """Bytes that a rank of every stage sends in a step, by axis."""
+    """Bytes that a rank of every stage sends in a step, by axis; without those that the plan cannot know."""
     planned = planned_run(case, run)
     passes = planned["memory"]["layout"]["num_micro_batches"]
-    return [{axis: passes * sum(stage[axis].values()) for axis in AXES} for stage in planned["traffic"]]
+    return [
+        {axis: passes * sum(sent.values()) for axis in AXES if (sent := stage[axis]) is not None}
+        for stage in planned["traffic"]
+    ]
 
 
 def wanted_share(name: str) -> float | None:

@@ -27,7 +27,12 @@ def layouts(gpus: int) -> list[str]:
     """What is compared, as `dsv41 parity --layout` takes it."""
     n = gpus
     found = [f"dp={n}", f"tp={n}", f"tp={n},sp", f"pp={n}", f"pp={n},vpp=2", f"cp={n}", f"ep={n}", f"engram={n}"]
-    found += [f"ep={n},dispatcher=allgather", f"tp={n},recompute", f"pp={n},recompute=full"]
+    found += [
+        f"ep={n},dispatcher=alltoall",
+        f"ep={n},overlap_shared_expert",
+        f"tp={n},recompute",
+        f"pp={n},recompute=full",
+    ]
     found += [f"dp={n},gradient_accumulation_fusion", f"tp={n},sp,gradient_accumulation_fusion"]
     if n >= 4:
         half = n // 2

@@ -51,7 +51,7 @@ def layouts(gpus: int) -> dict[str, tuple[str, ...]]:
         f"pp={gpus},vpp=2": (f"parallel.pp={gpus}", "parallel.vpp=2"),
         f"cp={gpus}": (f"parallel.cp={gpus}",),
         f"ep={gpus}": (f"parallel.ep={gpus}",),
-        f"ep={gpus},allgather": (f"parallel.ep={gpus}", "parallel.dispatcher=allgather"),
+        f"ep={gpus},alltoall": (f"parallel.ep={gpus}", "parallel.dispatcher=alltoall"),
         f"engram={gpus}": (f"parallel.engram={gpus}",),
         f"dp={gpus},fused gradients": (FUSED,),
         f"tp={gpus},sp,fused gradients": (f"parallel.tp={gpus}", "parallel.sp=true", FUSED),

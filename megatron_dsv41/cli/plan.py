@@ -33,7 +33,7 @@ HELP = "show layers, parameters, memory per rank, tokens and learning rate of a 
 BARS = "▁▂▃▄▅▆▇█"
 SHORT = {"compressed_kv": "kv", "index_keys": "keys", "topk_indices": "top-k", "candidates": "pool"}
 SHORT |= {"topk_query": "top-k query", "pool_query": "pool query"}
-TRAFFIC = ("tensor", "context", "pipeline")
+TRAFFIC = ("tensor", "context", "expert", "pipeline")
 CURVE_WIDTH = 60
 
 
@@ -132,7 +132,7 @@ def _describe_communication(planned: Run) -> dict[str, Any]:
         Stage([plans[layer] for layer in layers], before, after, hop_bytes)
         for layers, before, after in zip(stages, [None, *cuts], [*cuts, None], strict=True)
     ]
-    return {"cuts": rows, "traffic": describe_traffic(config, phase, planner.lengths, described)}
+    return {"cuts": rows, "traffic": describe_traffic(config, phase, parallel, planner.lengths, described)}
 
 
 def _describe_owners(planned: Run, layout: Layout) -> list[dict[str, Any]]:
@@ -230,7 +230,7 @@ def _print(report: dict[str, Any]) -> None:
         console.print(f"[bold]{title}[/bold]")
         console.print(_cut_table(report["cuts"], interleaved))
         console.print()
-    if any(any(stage[axis].values()) for stage in report["traffic"] for axis in TRAFFIC):
+    if any(stage[axis] is None or any(stage[axis].values()) for stage in report["traffic"] for axis in TRAFFIC):
         console.print("[bold]MB that a rank sends per micro-batch, forward / backward, by group[/bold]")
         console.print(_traffic_table(report["traffic"]))
         console.print()
@@ -315,11 +315,17 @@ def _traffic_table(stages: list[dict[str, Any]]) -> Any:
         (
             number,
             _ranges(stage["layers"]),
-            *(f"{stage[axis]['forward'] / 1e6:.4g} / {stage[axis]['backward'] / 1e6:.4g}" for axis in TRAFFIC),
+            *(_sent(stage[axis]) for axis in TRAFFIC),
         )
         for number, stage in enumerate(stages)
     ]
     return _table(("stage", "layers", *TRAFFIC), rows, left=(0, 1))
+
+
+def _sent(traffic: dict[str, float] | None) -> str:
+    if traffic is None:
+        return "by the routing"
+    return f"{traffic['forward'] / 1e6:.4g} / {traffic['backward'] / 1e6:.4g}"
 
 
 def _parameter_table(report: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ class Division:
     tensor: int = 1
     between_sites: int = 1  # as `tensor` with sequence parallelism, which gathers the inputs of sites
     expert_tensor: int = 1  # ranks that have one expert, and its tokens
+    gathered: int = 0  # ranks whose tokens a rank gathers, and sums its experts' outputs for; 0: it gathers none
 
     @property
     def dispatched(self) -> float:
@@ -59,10 +60,12 @@ def layer_working_bytes(config: DSV41Config, divided: Division = WHOLE) -> float
     """Bytes per token of what the backward pass of one layer makes and drops, where it is most.
 
     That is inside the experts: the gradients of their outputs and of the products that w2 multiplied, before the
-    products themselves can go; beside them the gradient of the streams and the fp32 one of the site's output.
+    products themselves can go; or, before the latter are made, gradients gathered from other ranks. Beside them the
+    gradient of the streams and the fp32 one of the site's output.
     """
     c, d = config, config.hidden_size
-    experts = _inner(c) / divided.tensor + divided.dispatched * c.num_experts_per_tok * d
+    rows, gathered = (divided.dispatched * copies * d for copies in (c.num_experts_per_tok, divided.gathered))
+    experts = max(_inner(c) / divided.tensor, gathered) + rows
     return (experts + c.hc_mult * d / divided.between_sites) * dtype_bytes(c) + 4 * d
 
 

@@ -1,4 +1,4 @@
-"""Bytes that one rank of a pipeline stage sends per micro-batch over its tensor and context groups, and over its cuts.
+"""Bytes that a rank of a pipeline stage sends per micro-batch over its tensor, context and expert groups, and its cuts.
 
 Averages over the ranks of a group, as rings send: an all-gather or a reduce-scatter of parts sends a part n - 1 times,
 an all-reduce is both, a halo goes to one neighbour, which the last shard lacks. Without recomputation, which repeats
@@ -14,8 +14,9 @@ from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.layer_plan import LayerPlan
 from megatron_dsv41.parallel.payload import ITEM_BYTES, Crossing, Field, Lengths
 from megatron_dsv41.phase import Phase
+from megatron_dsv41.run_config import Parallel
 
-FP32 = 4
+FP32, INT64 = 4, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,20 @@ def context_traffic(config: DSV41Config, phase: Phase, lengths: Lengths, stage: 
         forward=others * sum(field.wire_bytes * field.tensor_copies for field in arriving),
         backward=others * sum(field.wire_bytes * field.tensor_copies for field in arriving if field.has_gradient),
     )
+
+
+def expert_traffic(config: DSV41Config, parallel: Parallel, lengths: Lengths, stage: Stage) -> Traffic | None:
+    """Over the expert group, where tokens are gathered; None where they are not: the routing then decides."""
+    others = parallel.ep - 1
+    if not others:
+        return Traffic()
+    if not parallel.gathers_tokens(config.num_experts_per_tok):
+        return None
+    tokens = lengths.batch * lengths.shard / lengths.tensor * parallel.expert_tp
+    there_and_back = 2 * config.hidden_size * ITEM_BYTES[config.dtype]
+    weights, numbers = config.num_experts_per_tok * FP32, config.num_experts_per_tok * INT64
+    sent = len(stage.layers) * others * tokens
+    return Traffic(sent * (there_and_back + weights + numbers), sent * (there_and_back + weights))
 
 
 class _TensorSites:

@@ -45,6 +45,7 @@ class Layout:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    gathered: bool = False  # tokens are gathered over the expert group (`parallel.dispatcher`)
     engram: int = 1
     owned_tables: bool = False  # Engram rows belong to groups and are counted by `owner_memory`
     micro_batch: int = 1
@@ -76,6 +77,7 @@ class Layout:
             context=parallel.cp,
             expert=parallel.ep,
             expert_tensor=parallel.expert_tp,
+            gathered=parallel.ep > 1 and parallel.gathers_tokens(run.architecture().num_experts_per_tok),
             engram=parallel.engram or 1,
             owned_tables=parallel.engram is not None,
             micro_batch=run.batch.micro,
@@ -173,7 +175,8 @@ def _stage_memory(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[La
 
 def _stage_activations(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[LayerPlan]) -> float:
     """What is kept for backward passes to come, and what the one that runs needs."""
-    divided = Division(layout.tensor, layout.tensor if layout.sequence else 1, layout.expert_tensor)
+    between_sites, gathered = layout.tensor if layout.sequence else 1, layout.expert if layout.gathered else 0
+    divided = Division(layout.tensor, between_sites, layout.expert_tensor, gathered)
     tokens = layout.micro_batch * layout.seq_length / layout.context
     # Layers whose backward is still to come, at most, under 1F1B and its interleaved form.
     pipeline, virtual = layout.pipeline, layout.virtual

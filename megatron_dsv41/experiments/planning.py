@@ -8,7 +8,13 @@ from typing import Any
 
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.experiments.activations import dtype_bytes
-from megatron_dsv41.experiments.communication import Stage, context_traffic, pipeline_traffic, tensor_traffic
+from megatron_dsv41.experiments.communication import (
+    Stage,
+    context_traffic,
+    expert_traffic,
+    pipeline_traffic,
+    tensor_traffic,
+)
 from megatron_dsv41.experiments.flops import (
     active_parameters,
     count_parameters,
@@ -22,6 +28,7 @@ from megatron_dsv41.optim.settings import Optimizer
 from megatron_dsv41.parallel.payload import Crossing, Lengths
 from megatron_dsv41.phase import Phase
 from megatron_dsv41.precision import KEPT, RECIPES, Precision, describe_capability, linear_roles, low_roles
+from megatron_dsv41.run_config import Parallel
 
 
 def describe_model(config: DSV41Config, phase: Phase, seq_length: int) -> dict[str, Any]:
@@ -96,18 +103,24 @@ def describe_cut(chosen: Crossing, alternatives: Iterable[Crossing], lengths: Le
 
 
 def describe_traffic(
-    config: DSV41Config, phase: Phase, lengths: Lengths, stages: Sequence[Stage]
+    config: DSV41Config, phase: Phase, parallel: Parallel, lengths: Lengths, stages: Sequence[Stage]
 ) -> list[dict[str, Any]]:
-    """Bytes that one rank of every stage sends per micro-batch, forward and backward, over its groups."""
-    return [
-        {
+    """Bytes that one rank of every stage sends per micro-batch, forward and backward, over its groups.
+
+    "expert" is None where it depends on the routing.
+    """
+
+    def describe(stage: Stage) -> dict[str, Any]:
+        expert = expert_traffic(config, parallel, lengths, stage)
+        return {
             "layers": [plan.layer for plan in stage.layers],
             "tensor": dataclasses.asdict(tensor_traffic(config, phase, lengths, stage)),
             "context": dataclasses.asdict(context_traffic(config, phase, lengths, stage)),
+            "expert": None if expert is None else dataclasses.asdict(expert),
             "pipeline": dataclasses.asdict(pipeline_traffic(stage)),
         }
-        for stage in stages
-    ]
+
+    return [describe(stage) for stage in stages]
 
 
 def describe_optimizer(

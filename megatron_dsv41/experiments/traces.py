@@ -22,7 +22,7 @@ from megatron_dsv41.experiments.overlap import Span
 
 # Profiler ranges: the step that is read; what runs between the last backward pass and the optimizer; one call.
 STEP, GRADIENTS, CALL = "step: whole", "step: sum gradients", "call: "
-PIPELINE, EXPERT, HALO, GATHER, TENSOR = "PP payload", "EP all-to-all", "CP halo", "CP gather", "TP"
+PIPELINE, EXPERT, HALO, GATHER, TENSOR = "PP payload", "EP exchange", "CP halo", "CP gather", "TP"
 FETCH, RETURN, REDUCE, SUMS, OTHER = "Engram fetch", "Engram return", "DP reduce", "TP gradients", "other"
 ENGRAM_ROWS, ENGRAM_RETURN = "ENGRAM_ROWS", "ENGRAM_RETURN"  # descriptions of our own groups
 # Kind by the beginning of a description; the first that matches counts.

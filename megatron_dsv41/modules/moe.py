@@ -101,7 +101,7 @@ class MoE(nn.Module):
         routing = self.gate(x_TD, batch, x_SBD.shape[1])
         x_TD, weights_TK = self.primitives.fan_out(x_TD), self.primitives.fan_out(routing.weights)
         routed_TD, shared_TD = self.primitives.both(
-            lambda: self.experts(x_TD, routing.indices, weights_TK), lambda: self.shared_experts(x_TD)
+            x_TD, lambda x_TD: self.experts(x_TD, routing.indices, weights_TK), self.shared_experts
         )
         y_TD = rounded_sum(routed_TD, shared_TD, x_TD.dtype)
         return self.primitives.leave_site(from_flat(y_TD, x_SBD.shape[1])), routing

@@ -103,8 +103,10 @@ class Primitives(Protocol):
         """`function(*values)`; what it keeps for backward may be made again there instead."""
         ...
 
-    def both(self, communicates: Callable[[], Tensor], computes: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """The results of two functions that do not need each other, of which the first waits for other processes."""
+    def both(
+        self, x: Tensor, communicates: Callable[[Tensor], Tensor], computes: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Two functions of `x` that do not need each other, of which the first waits for other processes."""
         ...
 
     def forward_pass(self) -> contextlib.AbstractContextManager[Any]:
@@ -213,10 +215,13 @@ class Experts(nn.Module):
         if self.dense:
             return self._dense(x_TD, indices_TK, weights_TK)
         rows = Permutation.of(indices_TK, self.w13.shape[0], self.ops)
+        return rows.combine(self.multiply(rows, rows.dispatch(x_TD), weights_TK), weights_TK.dtype)
+
+    def multiply(self, rows: Permutation, x_PD: Tensor, weights_TK: Tensor) -> Tensor:
+        """Every expert on its rows, times their pairs' weights: [P, d] -> [P, d]."""
         share_P = weights_TK.flatten()[rows.pair_P]
         multiply, swiglu = self.ops["routing.experts"], self.ops["routing.swiglu"]
-        y_PD = multiply(rows.dispatch(x_TD), rows.counts_E, share_P, self.w13, self.w2, self.limit, swiglu)
-        return rows.combine(y_PD, weights_TK.dtype)
+        return multiply(x_PD, rows.counts_E, share_P, self.w13, self.w2, self.limit, swiglu)
 
     def _dense(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
         share_TE = torch.zeros(x_TD.shape[0], self.w13.shape[0], dtype=weights_TK.dtype, device=x_TD.device)
@@ -325,9 +330,11 @@ class TorchPrimitives:
         """Everything is kept."""
         return function(*values)
 
-    def both(self, communicates: Callable[[], Tensor], computes: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    def both(
+        self, x: Tensor, communicates: Callable[[Tensor], Tensor], computes: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """One after the other."""
-        return communicates(), computes()
+        return communicates(x), computes(x)
 
     def parameter(self, value: Tensor, role: str) -> nn.Parameter:
         """See Primitives."""

@@ -20,7 +20,7 @@ TWO_RANKS = [
     "tp=2,sp",
     "cp=2",
     "ep=2",
-    "ep=2,dispatcher=allgather",
+    "ep=2,dispatcher=alltoall",
     "ep=2,overlap_shared_expert",
     "tp=2,sp,gradient_accumulation_fusion",
     "pp=2,recompute,gradient_accumulation_fusion",

@@ -130,6 +130,17 @@ def test_traffic_divides_over_the_ranks_that_share_a_micro_batch(capsys):
     assert one[0]["tensor"] == {"forward": 0.0, "backward": 0.0} and four[0]["tensor"]["forward"] > 0
 
 
+def test_gathered_tokens_are_counted_and_others_left_to_the_routing(capsys):
+    two, sixteen = (("--preset", "flash", "data.seq_length=4096", f"parallel.ep={ep}") for ep in (2, 16))
+    (stage,) = planned(capsys, *two)["traffic"]
+    rows, weights, numbers = 4096 * 5120 * 2, 4096 * 6 * 4, 4096 * 6 * 8
+    assert stage["expert"] == {"forward": 40 * (2 * rows + weights + numbers), "backward": 40 * (2 * rows + weights)}
+    assert planned(capsys, *sixteen)["traffic"][0]["expert"] is None
+    for run, cell in ((two, "3367 / 3359"), (sixteen, "by the routing")):
+        assert main(["plan", *run]) == 0
+        assert cell in capsys.readouterr().out
+
+
 def test_planning_needs_no_torch():
     code = (
         "import sys; from megatron_dsv41.cli import main; main(['plan', '--preset', 'flash']);"

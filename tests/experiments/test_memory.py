@@ -2,6 +2,7 @@ import pytest
 
 from megatron_dsv41 import presets
 from megatron_dsv41.experiments.activations import (
+    Division,
     activation_bytes,
     gradient_working_bytes,
     head_working_bytes,
@@ -9,6 +10,7 @@ from megatron_dsv41.experiments.activations import (
 )
 from megatron_dsv41.experiments.memory import Layout, memory_per_rank
 from megatron_dsv41.layer_plan import plan_layers
+from megatron_dsv41.run_config import run_from_dict
 
 
 def test_virtual_chunks_go_around_the_pipeline():
@@ -39,6 +41,29 @@ def test_earlier_stages_wait_for_more_micro_batches():
     assert first == 2 * half[0] + 64 * layer_working_bytes(config) + gradient
     working = max(layer_working_bytes(config), head_working_bytes(config, whole_logits=True))
     assert second == half[1] + 64 * working + gradient
+
+
+def test_gathered_tokens_count_where_they_are_more_than_what_experts_need():
+    config = presets.tiny()
+    inner, row = 3 * 64, 128  # elements of products and of a gathered token
+    for copies, more in ((1, 0), (2, 2 * row - inner), (16, 16 * row - inner)):
+        gathered = layer_working_bytes(config, Division(gathered=copies))
+        assert gathered - layer_working_bytes(config) == 4 * more
+    layouts = [Layout(data=16, pipeline=2, expert=8, gathered=gathered) for gathered in (False, True)]
+    first = [memory_per_rank(config, layout)[0].activations for layout in layouts]
+    assert first[1] - first[0] == 4096 * 4 * (8 * row - inner)
+
+
+def test_a_run_gathers_where_auto_says_so():
+    values = {
+        "model": {"preset": "tiny"},
+        "data": {"train": "x", "seq_length": 64},
+        "batch": {"sequences": 4},
+        "train": {"steps": 1},
+        "checkpoint": {"folder": "x"},
+    }
+    sizes = {ep: Layout.of(run_from_dict(values, (f"parallel.ep={ep}",)), 4).gathered for ep in (1, 2, 4)}
+    assert sizes == {1: False, 2: True, 4: False}  # two experts for a token
 
 
 def test_sizes_are_positive():

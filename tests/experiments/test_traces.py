@@ -56,7 +56,7 @@ def test_kernels_by_their_groups(tmp_path):
         ("DP reduce", (0, 1), 7.0, 11.0),
         ("PP payload", (0, 1), 12.0, 12.5),
     ]
-    expected = {"PP payload": 1024, "TP": 128, "CP gather": 64, "CP halo": 32, "EP all-to-all": 16, "other": 8}
+    expected = {"PP payload": 1024, "TP": 128, "CP gather": 64, "CP halo": 32, "EP exchange": 16, "other": 8}
     assert trace.sent == expected
 
 

@@ -85,6 +85,6 @@ def test_every_layout(monkeypatch, tmp_path):
     kinds = {
         name: {kind for step in found["profile"] for kind in step["sent"]} for name, found in results["layouts"].items()
     }
-    for name, kind in (("ep=2", "EP all-to-all"), ("cp=2", "CP halo"), ("dp=2", "DP reduce")):
+    for name, kind in (("ep=2", "EP exchange"), ("cp=2", "CP halo"), ("dp=2", "DP reduce")):
         assert kind in kinds[name]
     assert {"Engram fetch", "Engram return"} <= kinds["dp=2,engram"]

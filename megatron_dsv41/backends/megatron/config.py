@@ -27,6 +27,7 @@ class DSV41TransformerConfig(TransformerConfig):
     precision: Precision = dataclasses.field(default_factory=Precision)
     ops: dict[str, str] = dataclasses.field(default_factory=dict)
     recompute_kind: Recompute = "none"
+    gather_tokens: bool = False  # to experts of other ranks, which is nothing that Megatron does or limits
     overlap_shared_expert: bool = False
     fused_gradients: bool = False  # not Megatron's own switch, which wants kernels of APEX
     seed: int = 1
@@ -128,7 +129,7 @@ def _trainer_arguments(run: Run) -> dict[str, Any]:
         values |= {
             "num-experts": model.n_routed_experts,
             "moe-router-topk": model.num_experts_per_tok,
-            "moe-token-dispatcher-type": parallel.dispatcher,
+            "moe-token-dispatcher-type": "alltoall",
         }
     return values
 
@@ -222,6 +223,7 @@ def transformer_config(run: Run, arguments: Any) -> DSV41TransformerConfig:
     config.seed = run.train.seed
     config.engram_owners = run.parallel.engram
     config.recompute_kind = run.train.recompute
+    config.gather_tokens = run.parallel.gathers_tokens(config.architecture.num_experts_per_tok)
     config.overlap_shared_expert = run.parallel.overlap_shared_expert
     config.fused_gradients = run.parallel.gradient_accumulation_fusion
     return config
@@ -237,7 +239,7 @@ def bare_transformer_config(
         experts = {
             "num_moe_experts": architecture.n_routed_experts,
             "moe_router_topk": architecture.num_experts_per_tok,
-            "moe_token_dispatcher_type": parallel.dispatcher,
+            "moe_token_dispatcher_type": "alltoall",
         }
     pipeline: dict[str, Any] = {}
     if parallel.pp > 1:
@@ -277,6 +279,7 @@ def bare_transformer_config(
         ops=ops,
         engram_owners=parallel.engram,
         recompute_kind=recompute,
+        gather_tokens=parallel.gathers_tokens(architecture.num_experts_per_tok),
         overlap_shared_expert=parallel.overlap_shared_expert,
         fused_gradients=parallel.gradient_accumulation_fusion,
     )

@@ -46,7 +46,7 @@ def check_layout(config: DSV41Config, parallel: Parallel) -> None:
     if parallel.dispatcher == "flex":
         raise ValueError(
             "parallel.dispatcher flex runs on DeepEP or HybridEP, which this backend does not drive: set "
-            "parallel.dispatcher=alltoall, or allgather"
+            "parallel.dispatcher=auto, alltoall or allgather"
         )
     if parallel.vpp > 1 and parallel.pp == 1:
         raise ValueError("parallel.vpp interleaves the stages of several pipeline ranks: it needs parallel.pp > 1")

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_dsv41.backends.megatron.config import DSV41TransformerConfig
-from megatron_dsv41.backends.megatron.experts import DispatchedExperts, LocalExperts
+from megatron_dsv41.backends.megatron.experts import DispatchedExperts, GatheredExperts, LocalExperts
 from megatron_dsv41.backends.megatron.fused_gradient import FusedLinear
 from megatron_dsv41.backends.megatron.layout import Cut, Layout, mark
 from megatron_dsv41.backends.megatron.recompute import run_kept
@@ -113,6 +113,8 @@ class MegatronPrimitives(TorchPrimitives):
         """Experts are split over ep, their inner width over the expert tensor group."""
         if self.layout.ep.size == 1 and self.layout.etp.size == self.layout.tp.size:
             return LocalExperts(config, self.dtype, self.ops, self.layout)
+        if self.megatron.gather_tokens:
+            return GatheredExperts(config, self.dtype, self.ops, self.layout)
         return DispatchedExperts(config, self.dtype, self.ops, self.layout, self.megatron, self.groups)
 
     def parameter(self, value: Tensor, role: str) -> nn.Parameter:
@@ -153,15 +155,18 @@ class MegatronPrimitives(TorchPrimitives):
         """Made again in backward with `train.recompute: selective`."""
         return run_kept(self.megatron.recompute_kind != "selective", function, *values)
 
-    def both(self, communicates: Callable[[], Tensor], computes: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    def both(
+        self, x: Tensor, communicates: Callable[[Tensor], Tensor], computes: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """With `parallel.overlap_shared_expert` at once; autograd runs each backward on its forward's stream."""
         if not self.megatron.overlap_shared_expert:
-            return super().both(communicates, computes)
-        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+            return super().both(x, communicates, computes)
+        here, beside = torch.cuda.current_stream(), _stream_beside(torch.cuda.current_device())
         beside.wait_stream(here)
+        x.record_stream(beside)  # what backward keeps of it is read there, and may be freed here before
         with torch.cuda.stream(beside):
-            computed = computes()
-        communicated = communicates()
+            computed = computes(x)
+        communicated = communicates(x)
         here.wait_stream(beside)
         computed.record_stream(here)
         return communicated, computed
@@ -187,6 +192,12 @@ class SplitEmbedding(Table):
         local = ids - self.part * rows
         outside = (local < 0) | (local >= rows)
         return F.embedding(local.masked_fill(outside, 0), self.weight).masked_fill(outside[..., None], 0.0)
+
+
+@functools.cache
+def _stream_beside(device: Any) -> torch.cuda.Stream:
+    """One for all layers: memory that is freed on a stream is used again on that stream alone."""
+    return torch.cuda.Stream(device)
 
 
 def _between_sites(role: str) -> bool:

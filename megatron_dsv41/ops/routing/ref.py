@@ -39,18 +39,25 @@ def swiglu(gate: Tensor, up: Tensor | None, limit: float, weight: Tensor | None 
     return hidden.to(gate.dtype)
 
 
-def spread_rows(x_TD: Tensor, place_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, d] -> [T*K, d] in `dtype`: row t goes to its K places int64 place[t], each taken once. No gradient."""
-    rows_PD = x_TD.new_empty(place_TK.numel(), x_TD.shape[1], dtype=dtype)
-    rows_PD[place_TK] = x_TD.to(dtype)[:, None]
-    return rows_PD
+def spread_rows(x_TD: Tensor, place_TK: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """[T, d] -> [rows, d] in `dtype`: row t goes to its places int64 place[t], or nowhere where one is -1. No gradient.
+
+    Each of the `rows` places is taken once.
+    """
+    rows_PD = x_TD.new_empty(rows + 1, x_TD.shape[1], dtype=dtype)
+    rows_PD[place_TK] = x_TD.to(dtype)[:, None]  # -1 is the last row, which is cut off
+    return rows_PD[:rows]
 
 
 def sum_rows(rows_PD: Tensor, place_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    """[P, d] -> [T, d] in `dtype`: the sums of rows place[t], added in fp32 (or fp64) in that order. No gradient."""
-    total_TD = wide(rows_PD[place_TK[:, 0]])
+    """[P, d] -> [T, d] in `dtype`: the sums of rows place[t], added in fp32 (or fp64) in that order. No gradient.
+
+    A place of -1 adds nothing.
+    """
+    filled_PD = F.pad(rows_PD, (0, 0, 0, 1))  # -1 is the last row, which is zero
+    total_TD = wide(filled_PD[place_TK[:, 0]])
     for place_T in place_TK.T[1:]:
-        total_TD = total_TD + rows_PD[place_T]
+        total_TD = total_TD + filled_PD[place_T]
     return total_TD.to(dtype)
 
 

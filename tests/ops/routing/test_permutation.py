@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dsv41.ops.registry import Ops
-from megatron_dsv41.ops.routing.permutation import Permutation
+from megatron_dsv41.ops.routing.permutation import PartOfPermutation, Permutation
 
 OPS = Ops()
 
@@ -40,5 +40,42 @@ def test_gradcheck():
     rows = Permutation.of(routing(6, 5, 3), 5, OPS)
     x = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
     y = torch.randn(18, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(rows.dispatch, [x])
+    assert torch.autograd.gradcheck(lambda rows_PD: rows.combine(rows_PD, torch.float64), [y])
+
+
+def part(indices, experts):
+    return PartOfPermutation(indices, experts, OPS).wait()
+
+
+@pytest.mark.parametrize("experts", [range(0, 6), range(2, 4), range(5, 6), range(6, 9), range(3, 3)])
+def test_a_part_is_the_rows_of_its_experts(experts):
+    """Also of no expert, and of experts that nobody chose."""
+    indices = routing(33, 6, 3)
+    whole, rows = Permutation.of(indices, 9, OPS), part(indices, experts)
+    begin, end = (int(whole.counts_E[:stop].sum()) for stop in (experts.start, experts.stop))
+    assert torch.equal(rows.pair_P, whole.pair_P[begin:end])
+    assert torch.equal(rows.counts_E, whole.counts_E[experts.start : experts.stop])
+    x = torch.randn(33, 4)
+    assert torch.equal(rows.dispatch(x), whole.dispatch(x)[begin:end])
+    y = torch.randn(33 * 3, 4)
+    y_here = torch.zeros_like(y)
+    y_here[begin:end] = y[begin:end]
+    # Zeros elsewhere leave what is added, and its order, alone.
+    assert torch.equal(rows.combine(y[begin:end], torch.float32), whole.combine(y_here, torch.float32))
+
+
+def test_a_pair_elsewhere_neither_gets_nor_gives():
+    rows = part(torch.tensor([[2, 0], [0, 1]]), range(1, 2))
+    x = torch.tensor([[float("nan")], [7.0]])
+    assert rows.dispatch(x).tolist() == [[7.0]]
+    assert rows.combine(torch.tensor([[3.0]]), torch.float32).tolist() == [[0.0], [3.0]]
+
+
+@pytest.mark.parametrize("experts", [range(1, 3), range(5, 5)])
+def test_gradcheck_of_a_part(experts):
+    rows = part(routing(6, 5, 3), experts)
+    x = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(len(rows.pair_P), 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(rows.dispatch, [x])
     assert torch.autograd.gradcheck(lambda rows_PD: rows.combine(rows_PD, torch.float64), [y])
