@@ -1,18 +1,10 @@
 """The benchmark of layouts runs whole over gloo; its speeds mean something on GPUs alone."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
+import bench_layouts as bench
 import pytest
-
-TOOL = Path(__file__).parents[2] / "tools" / "bench_layouts.py"
-specification = importlib.util.spec_from_file_location("bench_layouts", TOOL)
-assert specification is not None and specification.loader is not None
-bench = importlib.util.module_from_spec(specification)
-sys.modules["bench_layouts"] = bench
-specification.loader.exec_module(bench)
 
 SMALL = ["2", "--device", "cpu", "--preset", "tiny", "--tokens", "64", "--context-tokens", "128"]
 SMALL += ["--micro-batches", "2", "--steps", "2", "--warm", "1"]

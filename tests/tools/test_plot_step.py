@@ -1,17 +1,9 @@
 """Kernels to components, and floors by hand."""
 
-import importlib.util
-from pathlib import Path
-
+import plot_step
 import pytest
 
 from megatron_dsv41 import presets
-
-ROOT = Path(__file__).parents[2]
-specification = importlib.util.spec_from_file_location("plot_step", ROOT / "tools" / "plot_step.py")
-assert specification is not None and specification.loader is not None
-plot_step = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(plot_step)
 
 
 def test_every_kernel_counts_once():

@@ -1,16 +1,13 @@
 """The README's table of layouts: written from reports of tests, and current."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+import support_matrix as matrix
 
 from megatron_dsv41.testing.layouts import CURVES, FOUR_CUTS, FOUR_RANKS, SAMPLE, TWO_CUTS, TWO_RANKS
 
 ROOT = Path(__file__).parents[2]
-specification = importlib.util.spec_from_file_location("support_matrix", ROOT / "tools" / "support_matrix.py")
-matrix = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(matrix)
 
 REPORT = """<testsuites><testsuite>
 <testcase name="a"><properties><property name="parity" value="text_fp32 tp=2"/></properties></testcase>
