@@ -67,12 +67,15 @@ class Parallel:
     dispatcher: Literal["auto", "alltoall", "allgather", "flex"] = "auto"  # to experts of other ranks: `gathers_tokens`
     overlap_shared_expert: bool = False  # the shared expert on a CUDA stream of its own, beside dispatch and combine
     gradient_accumulation_fusion: bool = False  # linears add their weights' gradients to the buffers, not Megatron
+    # Multiprocessors that sums of gradients keep to and products leave free (with `megatron.overlap_grad_reduce`, on
+    # GPUs); None: as many as NCCL takes.
+    reduce_sms: int | None = None
     engram: int | None = None  # ranks that own an Engram table's rows together; None: whole on every rank of its stage
     # Send a selection over a pipeline cut, or what it is made from and select again there: whatever is fewer bytes.
     shadows: Literal["bytes", "always", "never"] = "bytes"
 
     def __post_init__(self) -> None:
-        for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "engram"):
+        for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "engram", "reduce_sms"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"parallel.{key} must be at least 1, got {value}")

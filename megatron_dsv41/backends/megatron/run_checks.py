@@ -51,6 +51,8 @@ def check_settings(run: Run) -> int:
     data_parallel_size = settings.check_settings(run, torch.distributed.get_world_size())
     check_megatron_settings(run)
     check_here(run.precision)
+    if run.parallel.reduce_sms is not None and not torch.cuda.is_available():
+        raise ValueError("parallel.reduce_sms is for sums over NCCL on GPUs, and there is none here: leave it out")
     Ops(run.ops)
     return data_parallel_size
 

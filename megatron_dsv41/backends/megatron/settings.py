@@ -10,11 +10,14 @@ from megatron_dsv41.ops.registry import choose
 from megatron_dsv41.precision import check_sizes
 from megatron_dsv41.run_config import Run
 
+MOST_REDUCE_SMS = 32
+
 
 def check_settings(run: Run, world_size: int) -> int:
     """Data-parallel size of a phase of a run on `world_size` processes. ValueError for what this backend cannot do."""
     refuse_unsupported(run)
     check_rounding(run)
+    check_reduction(run)
     check_precision(run)
     choose(run.ops)
     return check_world(run, world_size)
@@ -88,6 +91,20 @@ def check_rounding(run: Run) -> None:
     if any(run.megatron.get(name) for name in ("overlap_param_gather", "overlap-param-gather")):
         raise ValueError(
             "phase.quantized_weights rounds after a step has ended: leave megatron.overlap_param_gather out"
+        )
+
+
+def check_reduction(run: Run) -> None:
+    """ValueError when sums of gradients shall leave room to what does not run beside them, or take nearly all of it."""
+    room = run.parallel.reduce_sms
+    if room is None:
+        return
+    if room > MOST_REDUCE_SMS:
+        raise ValueError(f"parallel.reduce_sms must be at most {MOST_REDUCE_SMS}, got {room}: products need the others")
+    if not any(run.megatron.get(name) for name in ("overlap_grad_reduce", "overlap-grad-reduce")):
+        raise ValueError(
+            "parallel.reduce_sms leaves room to sums of gradients that run beside the backward pass: set "
+            "megatron.overlap_grad_reduce=true too"
         )
 
 

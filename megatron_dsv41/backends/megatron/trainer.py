@@ -39,6 +39,7 @@ from megatron_dsv41.backends.megatron.model import DSV41Model
 from megatron_dsv41.backends.megatron.optimizer_mixed import MegatronMixedOptimizer, optimizer_table
 from megatron_dsv41.backends.megatron.pipeline import Boundaries, communicator
 from megatron_dsv41.backends.megatron.progress import Reporter
+from megatron_dsv41.backends.megatron.reduce_room import ReduceRoom
 from megatron_dsv41.backends.megatron.router_bias import update_router_biases
 from megatron_dsv41.backends.megatron.run_checks import (
     Checked,
@@ -94,6 +95,9 @@ class Trainer:
             weights = checked.weights
             self.model_config.pre_wrap_hooks.append(lambda stages: load_weights(stages, weights))
         self.layout = Layout.of(self.groups, run.parallel.sp)
+        self.room: ReduceRoom | None = None
+        if run.parallel.reduce_sms is not None:
+            self.room = ReduceRoom(run.parallel.reduce_sms, (self.groups.dp_cp, self.groups.expt_dp))
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         self.reporter = Reporter(run, resume_step or 0, reports=rank == world - 1, recorded=leg.whole)
         self.team = Team() if run.checkpoint.export_interval is None else Team.of_world()
@@ -246,6 +250,8 @@ class Trainer:
             index_scale=index_scale,
             probes=probes,
         )
+        if self.room is not None:
+            self.room.watch(output, model)
         return output, lambda losses_BS: self._loss(losses_BS, batch, model.training)
 
     def _loss(self, losses_BS: Tensor, batch: MicroBatch, training: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -266,6 +272,8 @@ class Trainer:
         if self.engram is not None:
             self.engram.start_return()
         finalize_model_grads(model, num_tokens, **kwargs)
+        if self.room is not None:
+            self.room.take_back()
         returned = self.engram.finish_return() if self.engram is not None else []
         step = self.arguments.curr_iteration + 1
         self.faults.check(step, model, returned)
