@@ -5,7 +5,7 @@ Imports neither torch nor Megatron.
 
 from __future__ import annotations
 
-from megatron_dsv41.backends.megatron.layouts import check_layout, plan_crossings, sequence_pieces
+from megatron_dsv41.backends.megatron.layouts import check_layout, plan_crossings, sequence_pieces, stage_layers
 from megatron_dsv41.ops.registry import choose
 from megatron_dsv41.precision import check_sizes
 from megatron_dsv41.run_config import Run
@@ -67,6 +67,13 @@ def refuse_unsupported(run: Run) -> None:
         raise ValueError(
             f"parallel.cp {parallel.cp} leaves {seq // parallel.cp} tokens per rank, but the window's halo of {halo} "
             f"must come from one neighbour: set parallel.cp to at most {max(1, seq // halo)}"
+        )
+    idle = [rank for rank in range(parallel.pp) if not any(stage_layers(config, parallel)[rank :: parallel.pp])]
+    if idle and run.stock_optimizer:
+        raise ValueError(
+            f"parallel.layout {parallel.layout!r} leaves pipeline rank {idle[0]} without layers, and so Megatron's "
+            "AdamW without experts, whose state it then cannot save: give the rank a layer, or set "
+            "optimizer.name=published"
         )
     crossings = plan_crossings(config, run.phase, parallel, run.batch.micro, seq)
     gathers_late = any(run.megatron.get(name) for name in ("overlap_param_gather", "overlap-param-gather"))

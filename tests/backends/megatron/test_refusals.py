@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_dsv41.backends.megatron import checkpoints
+from megatron_dsv41.backends.megatron.settings import check_settings
 from megatron_dsv41.data.prepared import prepared_paths
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.testing.distributed import run_ranks
@@ -76,6 +77,21 @@ def test_settings(home):
     (messages,) = run_ranks(refusals, 1, home, *([override] for override in CASES))
     for (override, expected), message in zip(CASES.items(), messages, strict=True):
         assert message is not None and expected in message, f"{override}: {message}"
+
+
+@pytest.mark.gpu
+def test_the_shared_expert_beside_the_others_on_a_gpu(home):
+    ((message,),) = run_ranks(refusals, 1, home, ["parallel.overlap_shared_expert=true"], device="cuda")
+    assert message is not None and "parallel.overlap_shared_expert is refused on GPUs" in message
+
+
+@pytest.mark.parametrize(("layout", "rank"), [("E|ttttttttL", 0), ("Etttttttt|L", 1)])
+def test_a_pipeline_rank_without_layers(home, layout, rank):
+    stages = ("parallel.pp=2", f"parallel.layout={layout}")
+    with pytest.raises(ValueError, match=f"leaves pipeline rank {rank} without layers, and so Megatron's AdamW"):
+        check_settings(tiny_run(home, *stages), 2)
+    assert check_settings(tiny_run(home, *stages, "optimizer.name=published"), 2) == 1
+    assert check_settings(tiny_run(home, "parallel.pp=2", "parallel.vpp=2", "parallel.layout=E|tttt|tt|ttL"), 2) == 1
 
 
 def test_folders_and_files(home, tmp_path):
