@@ -93,15 +93,17 @@ class Layout:
         """Number of ranks."""
         return self.data * self.tensor * self.pipeline * self.context
 
-    def stage_layers(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
-        """Layer ids of every pipeline rank. Chunk c of the layer order lies on rank c mod `pipeline`."""
+    def stage_chunks(self, num_layers: int) -> tuple[tuple[range, ...], ...]:
+        """Layer ids of every chunk of every pipeline rank. Chunk c of the layer order lies on rank c mod `pipeline`."""
         num_chunks = self.pipeline * self.virtual
         chunks = (
             even_stages(num_layers, num_chunks) if self.cut is None else parse_layout(self.cut, num_layers, num_chunks)
         )
-        return tuple(
-            tuple(layer for chunk in chunks[rank :: self.pipeline] for layer in chunk) for rank in range(self.pipeline)
-        )
+        return tuple(tuple(chunks[rank :: self.pipeline]) for rank in range(self.pipeline))
+
+    def stage_layers(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
+        """Layer ids of every pipeline rank."""
+        return tuple(tuple(layer for chunk in chunks for layer in chunk) for chunks in self.stage_chunks(num_layers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,19 +180,21 @@ def _stage_activations(c: DSV41Config, layout: Layout, stage: int, plans: Sequen
     between_sites, gathered = layout.tensor if layout.sequence else 1, layout.expert if layout.gathered else 0
     divided = Division(layout.tensor, between_sites, layout.expert_tensor, gathered)
     tokens = layout.micro_batch * layout.seq_length / layout.context
-    # Layers whose backward is still to come, at most, under 1F1B and its interleaved form.
     pipeline, virtual = layout.pipeline, layout.virtual
-    chunks = pipeline - stage if virtual == 1 else 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
-    waiting = min(chunks, layout.num_micro_batches * virtual) / virtual
+    head = head_working_bytes(c, layout.whole_logits, divided) if stage == pipeline - 1 else 0.0
+    if not plans:  # the embedding or the head alone
+        return tokens * head
+    # Layers whose backward is still to come, at most, under 1F1B and its interleaved form.
+    passes = pipeline - stage if virtual == 1 else 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
+    waiting = min(passes, layout.num_micro_batches * virtual) / virtual
     keeps = [activation_bytes(c, layout.recompute, plan, divided) for plan in plans]
-    everything = [activation_bytes(c, "none", plan, divided) for plan in plans]
-    kept, working = waiting * sum(keeps), layer_working_bytes(c, divided)
+    everything = {plan.layer: activation_bytes(c, "none", plan, divided) for plan in plans}
+    kept = waiting * sum(keeps)
     if layout.recompute == "full":  # one input per chunk; one chunk at a time has everything while it runs backward
         kept *= virtual / len(plans)
-        working += sum(everything) / virtual - keeps[0]
+        chunks = layout.stage_chunks(c.num_hidden_layers)[stage]
+        again = max(sum(everything[layer] for layer in chunk) for chunk in chunks) - keeps[0]
     else:  # what is made again of one layer at a time
-        working += max(whole - part for whole, part in zip(everything, keeps, strict=True))
-    if stage == pipeline - 1:
-        working = max(working, head_working_bytes(c, layout.whole_logits, divided))
+        again = max(whole - part for whole, part in zip(everything.values(), keeps, strict=True))
     experts = math.ceil(c.n_routed_experts / (layout.expert * layout.expert_tensor))
-    return tokens * (kept + working) + gradient_working_bytes(c, experts)
+    return tokens * (kept + max(layer_working_bytes(c, divided) + again, head)) + gradient_working_bytes(c, experts)

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from megatron_dsv41 import presets
@@ -64,6 +66,60 @@ def test_a_run_gathers_where_auto_says_so():
     }
     sizes = {ep: Layout.of(run_from_dict(values, (f"parallel.ep={ep}",)), 4).gathered for ep in (1, 2, 4)}
     assert sizes == {1: False, 2: True, 4: False}  # two experts for a token
+
+
+@pytest.mark.parametrize("cut", ["Et|t|ttttt|tL", "Et|ttttt|t|tL", "E|t|tttttt|tL"])
+def test_a_whole_chunk_is_made_again_at_once(cut):
+    config, tokens = presets.tiny(), 64
+    layout = Layout(pipeline=2, virtual=2, cut=cut, num_micro_batches=4, seq_length=tokens, recompute="full")
+    everything = [activation_bytes(config, "none", plan) for plan in plan_layers(config)]
+    stream = activation_bytes(config, "full")
+    gradient, working = gradient_working_bytes(config, config.n_routed_experts), layer_working_bytes(config)
+    for stage, (waiting, chunks) in enumerate(zip((5, 3), layout.stage_chunks(8), strict=True)):
+        largest = max(sum(everything[layer] for layer in chunk) for chunk in chunks)
+        backward = working + largest - stream
+        if stage == 1:
+            backward = max(backward, head_working_bytes(config, whole_logits=True))
+        found = memory_per_rank(config, layout)[stage].activations
+        assert found == pytest.approx(tokens * (waiting * stream + backward) + gradient)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "block", "full"])
+def test_a_stage_may_have_no_layers(recompute):
+    config = presets.tiny()
+    (first, _), (_, last) = (
+        memory_per_rank(config, Layout(pipeline=2, cut=cut, seq_length=64, recompute=recompute))
+        for cut in ("E|ttttttttL", "Etttttttt|L")
+    )
+    table = config.vocab_size * config.hidden_size
+    assert (first.parameters, first.activations) == (table, 0)
+    assert last.parameters == table + config.hidden_size
+    assert last.activations == 64 * head_working_bytes(config, whole_logits=True)
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(tensor=2, sequence=True, expert=2, gathered=True),
+    Layout(tensor=2, expert_tensor=2, context=2),
+    Layout(pipeline=2, cut="Et|tttttttL", num_micro_batches=8),
+    Layout(pipeline=2, virtual=2, cut="Et|t|tttttt|L", num_micro_batches=1),
+    Layout(pipeline=4, virtual=2, num_micro_batches=8, whole_logits=False),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("preset", ["tiny", "proxy", "flash"])
+def test_more_that_is_made_again_never_needs_more(preset, layout):
+    config = presets.PRESETS[preset]()
+    if layout.cut is not None and config.num_hidden_layers != 8:
+        layout = dataclasses.replace(layout, cut=None)
+    none, selective, block, full = (
+        [stage.activations for stage in memory_per_rank(config, dataclasses.replace(layout, recompute=kind))]
+        for kind in ("none", "selective", "block", "full")
+    )
+    for stage in range(layout.pipeline):
+        assert 0 < block[stage] <= selective[stage] <= none[stage]
+        assert 0 < full[stage] <= none[stage]
 
 
 def test_sizes_are_positive():
