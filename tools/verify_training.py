@@ -131,7 +131,8 @@ class Verification:
 
     def alone(self, job: Job, number: int) -> None:
         """A run of one GPU, the `number`-th: they take turns on the GPUs."""
-        self.start(job.name, 1, [job], {"CUDA_VISIBLE_DEVICES": _visible()[number % len(_visible())]})
+        gpus = visible_gpus()
+        self.start(job.name, 1, [job], {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else None)
 
     def layout(self, name: str, changes: tuple[str, ...]) -> None:
         """All runs of a layout, then one that goes on from one GPU."""
@@ -246,9 +247,9 @@ def train(folder: Path, job: Job, settings: list[str]) -> None:
     created.pretrain()
 
 
-def _visible() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    count = max(1, torch.cuda.device_count())
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none where they are hidden."""
+    count = torch.cuda.device_count()
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return named[:count] or [str(number) for number in range(count)]
 
