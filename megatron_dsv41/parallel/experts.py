@@ -82,5 +82,6 @@ def _finished(whole: Tensor, work: Any) -> Tensor:
 def _added(parts_TD: Tensor, group: ProcessGroup, dtype: torch.dtype, ops: Ops) -> Tensor:
     received = torch.empty_like(parts_TD, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, parts_TD.contiguous(), group=group)
-    place_TR = torch.arange(len(received), device=received.device).view(group.size(), -1).T
+    ranks = group.size()
+    place_TR = torch.arange(len(received), device=received.device).view(ranks, len(received) // ranks).T
     return ops["routing.sum_rows"](received, place_TR, dtype)

@@ -41,6 +41,13 @@ def check_sum(dtype):
     assert torch.equal(parts.grad, torch.cat([draw(10 + r, T, D).to(dtype) for r in range(size)]))
 
 
+def check_no_tokens():
+    group, x = dist.group.WORLD, torch.empty(0, D, requires_grad=True)
+    own = add_at_owners(GatheredTokens(x, group, Ops()).wait(), group, torch.float32, Ops())
+    own.sum().backward()
+    assert own.shape == x.grad.shape == (0, D)
+
+
 def check_numbers():
     rank, size = dist.get_rank(), dist.get_world_size()
     found = gather_numbers(torch.full((2, 1), rank), dist.group.WORLD)
@@ -56,3 +63,7 @@ def test_moves(check, dtype, size):
 
 def test_numbers():
     run_ranks(check_numbers, 3)
+
+
+def test_no_tokens():
+    run_ranks(check_no_tokens, 2)
