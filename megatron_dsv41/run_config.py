@@ -143,7 +143,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         if (self.sequences is None) == (self.tokens is None):
-            raise ValueError("batch needs exactly one of batch.sequences and batch.tokens")
+            raise ValueError("batch needs exactly one of batch.sequences and batch.tokens; =null takes one away")
         for key in ("micro", "sequences", "tokens"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -189,11 +189,11 @@ class Train:
     seed: int = 1
     precision: Literal["fp32", "bf16"] = "bf16"
     recompute: Recompute = "none"  # selective: what is as wide as all heads; full: a pipeline stage as one
-    init_from: str | None = None  # a released Hugging Face folder; None: from scratch
+    init_from: str | None = None  # a released, native or distributed folder (docs/checkpoints.md); None: from scratch
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.tokens is not None:
-            raise ValueError("train needs exactly one of train.steps and train.tokens")
+            raise ValueError("train needs exactly one of train.steps and train.tokens; =null takes one away")
         for key in ("steps", "tokens", "seed"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -285,7 +285,8 @@ class Run:
     def __post_init__(self) -> None:
         if self.batch.tokens is not None and self.batch.tokens % self.data.seq_length:
             raise ValueError(
-                f"batch.tokens {self.batch.tokens} is not a multiple of data.seq_length {self.data.seq_length}"
+                f"batch.tokens {self.batch.tokens} is not a multiple of data.seq_length {self.data.seq_length}: "
+                f"set it to {max(1, self.batch.tokens // self.data.seq_length) * self.data.seq_length}"
             )
         given = self.train.steps is not None or self.train.tokens is not None
         if given == bool(self.phases):
@@ -357,6 +358,10 @@ class Run:
             legs.append(Leg(phase.name, start, end, self._in_phase(phase, end), self))
             start = end
         return tuple(legs)
+
+    def leg_of(self, step: int) -> Leg:
+        """The phase that step number `step` is of, counted from 1; steps after the last phase are of the last."""
+        return next((leg for leg in self.legs if step <= leg.end), self.legs[-1])
 
     def _in_phase(self, phase: RunPhase, end: int) -> Run:
         values = self.to_dict()
@@ -452,4 +457,13 @@ def run_from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> R
             if override.startswith("recipe=") is first:
                 apply_override(changed, override)
         changed = copied(on_recipe(changed))
+    _refuse_misplaced(changed.get("model"))
     return build(Run, changed)
+
+
+def _refuse_misplaced(model: Any) -> None:
+    """ValueError when the section `model` itself holds fields of the architecture."""
+    fields = {field.name for field in dataclasses.fields(DSV41Config)}
+    for key in model if isinstance(model, Mapping) else ():
+        if key in fields:
+            raise ValueError(f"model.{key} is not a setting: fields of the architecture are model.overrides.{key}")

@@ -23,6 +23,8 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
         values = yaml.load(path.read_text(), Loader=_Loader)
     except FileNotFoundError as error:
         raise ValueError(f"{what} {path} does not exist") from error
+    except IsADirectoryError as error:
+        raise ValueError(f"{what} {path} is a folder: name the YAML file") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{what} {path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):

@@ -41,6 +41,13 @@ def test_legs_follow_each_other():
     assert [leg.run.steps for leg in run.legs] == [10, 15, 20, 24]
 
 
+def test_a_checkpoint_is_of_the_phase_that_ends_with_it():
+    run = make()
+    assert [run.leg_of(step).name for step in (1, 10, 11, 15, 20, 21, 24)] == [
+        *("short", "short", "long", "long", "down", "up", "up")
+    ]
+
+
 def test_rates_go_on_where_the_last_phase_ended():
     run = make()
     rates = [run.learning_rate(step) for step in range(25)]

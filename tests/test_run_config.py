@@ -44,6 +44,7 @@ def test_round_trip():
         ("optimzer.lr=1", r"optimzer is not a setting; did you mean optimizer\?"),
         ("optimizer.weight_deacy=1", r"optimizer\.weight_deacy is not a setting; did you mean weight_decay\?"),
         ("model.overrides.hiden_size=1", r"model\.hiden_size is not a model setting; did you mean hidden_size\?"),
+        ("model.hidden_size=1", r"fields of the architecture are model\.overrides\.hidden_size"),
         ("model.preset=tinny", r"model\.preset 'tinny' does not exist; did you mean tiny\?"),
         ("train.precision=fp8", r"train\.precision must be one of fp32, bf16, got 'fp8'"),
         ("train.steps=ten", r"train\.steps must be of type int, got 'ten'"),
@@ -52,7 +53,7 @@ def test_round_trip():
         ("model={path: nowhere}", r"nowhere does not exist: give a config\.json"),
         ("train.steps=1.5", r"train\.steps must be of type int, got 1\.5"),
         ("train.tokens=1000", r"exactly one of train\.steps and train\.tokens"),
-        ("batch.tokens=100", r"exactly one of batch\.sequences and batch\.tokens"),
+        ("batch.tokens=100", r"exactly one of batch\.sequences and batch\.tokens; =null takes one"),
         ("schedule.warmup=200", r"warmup 200 \+ stable 0 \+ cosine 0 steps exceed the run's 100 steps"),
         ("schedule.min_lr=1", r"schedule\.min_lr 1\.0 exceeds optimizer\.lr"),
         ("eval.interval=10", r"data\.valid is empty"),
@@ -75,6 +76,8 @@ def test_mistakes_are_named(override, message):
 def test_missing_file_and_bad_yaml(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.yaml does not exist"):
         load_run(tmp_path / "nowhere.yaml")
+    with pytest.raises(ValueError, match="is a folder: name the YAML file"):
+        load_run(tmp_path)
     (tmp_path / "bad.yaml").write_text("model: [")
     with pytest.raises(ValueError, match="not valid YAML"):
         load_run(tmp_path / "bad.yaml")
@@ -92,7 +95,7 @@ def test_tokens_decide_steps_and_batch():
     run = make("batch={tokens: 1024, micro: 2}", "train={tokens: 10000}", "schedule={unit: tokens, warmup: 2048}")
     assert (run.sequences_per_step, run.tokens_per_step, run.steps) == (16, 1024, 10)
     assert run.lr_steps == (2, 0, 8)
-    with pytest.raises(ValueError, match="not a multiple of data.seq_length 64"):
+    with pytest.raises(ValueError, match="not a multiple of data.seq_length 64: set it to 960"):
         make("batch={tokens: 1000}")
 
 

@@ -62,6 +62,6 @@ if [ -n "$have_uv" ]; then
 else
     "$python" -m pip install --disable-pip-version-check -e ".[$extras]"
 fi
-"$python" -c 'import torch, megatron.core, megatron_dsv41'
+"$python" -W ignore -c 'import torch, megatron.core, megatron_dsv41'
 echo "$wanted" >"$stamp"
 echo "==> .venv is ready ($((SECONDS - started)) s)"

@@ -1,7 +1,8 @@
 """The `dsv41` command. Each sub-command is a module of this package, imported when it is asked for.
 
-A command module has `HELP` (one line), `add_arguments(parser)` and `run(args) -> int`. The listing reads HELP
-from the source text, so `dsv41 --help` imports neither torch nor any command.
+A command module has `HELP` (one line), `add_arguments(parser)` and `run(args) -> int`; `TAKES_OVERRIDES = True` where
+it takes `section.key=value`. The listing reads HELP from the source text, so `dsv41 --help` imports neither torch nor
+any command.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     module = importlib.import_module(f"megatron_dsv41.cli.{command}")
     parser = argparse.ArgumentParser(prog=f"dsv41 {command}", description=module.HELP)
     module.add_arguments(parser)
-    return module.run(parser.parse_args(arguments))
+    # Overrides may stand on either side of options. argparse can do that for commands without actions of their own.
+    parse = parser.parse_intermixed_args if getattr(module, "TAKES_OVERRIDES", False) else parser.parse_args
+    return module.run(parse(arguments))
 
 
 def _message(error: BaseException) -> str:

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_dsv41.cli.devices import check_device
+
 HELP = "loss and bits per byte of a checkpoint on prepared data, per domain"
 
 
@@ -36,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("seq_length", "rows", "limit"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
-    source, config, training = _open(Path(args.checkpoint), args.step)
+    check_device(args.device)
+    source, config, training = open_checkpoint(Path(args.checkpoint), args.step)
     named = args.data or (list(training.data.valid) if training else [])
     domains = _domains(named)
     if not domains:
@@ -55,15 +58,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open(path: Path, step: int | None) -> tuple[Any, Any, Any]:
-    """The weights, their config, and the run they are of (None: not a run's)."""
+def open_checkpoint(path: Path, step: int | None) -> tuple[Any, Any, Any]:
+    """The weights, their config, and the run as it was in the phase that saved them (None: not a run's).
+
+    ValueError when there is no checkpoint, or none of `step`.
+    """
     from megatron_dsv41.checkpoint.convert import open_source
 
     if (path / "run.yaml").is_file():
         from megatron_dsv41.backends.megatron.run_source import RunSource
 
         found = RunSource(path, step)
-        return found, found.config, found.run
+        return found, found.config, found.run.leg_of(found.step).run
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder with a checkpoint")
     source = open_source(path)
@@ -136,7 +142,10 @@ def _print(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("domain", "tokens", "bytes of text", "nats per token", "bits per byte")
+    table = Table()
+    table.add_column("domain", overflow="fold")  # a prefix that is cut off is no name
+    for column in ("tokens", "bytes of text", "nats per token", "bits per byte"):
+        table.add_column(column, justify="right")
     for row in rows:
         values = (row["nats_per_token"], row["bits_per_byte"])
         table.add_row(row["domain"], f"{row['tokens']:,}", f"{row['text_bytes']:,}", *(f"{v:.4f}" for v in values))

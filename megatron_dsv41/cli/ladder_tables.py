@@ -21,10 +21,14 @@ def print_plan(report: dict[str, Any]) -> None:
     console.print("\n[bold]Cells[/bold]")
     console.print(_cell_table(report["cells"]))
     total = report["total"]
-    hours = "no estimate: set hardware.tflops" if total["hours"] is None else f"{total['hours']:.3g} hours"
+    hours = (
+        "hours unknown (set hardware.tflops)"
+        if total["hours"] is None
+        else f"{total['hours']:.3g} hours one after another"
+    )
     console.print(
         f"\n[bold]In all[/bold]: {total['cells']} cells, {short(total['tokens'])} tokens, "
-        f"{total['flops']:.3g} FLOPs, {hours} one after another"
+        f"{total['flops']:.3g} FLOPs, {hours}"
     )
     for problem in report["problems"]:
         console.print(f"[bold]Does not fit[/bold]: {problem}")

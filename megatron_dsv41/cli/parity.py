@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from megatron_dsv41.cli.devices import check_device
+
 HELP = "compare forward and backward with a folder of recorded outputs"
 
 
@@ -44,7 +46,7 @@ def _compare(args: argparse.Namespace) -> int:
     from megatron_dsv41.ops.registry import Ops, read_choice
     from megatron_dsv41.testing.parity import ParityCase, compare, run_transformer
 
-    _check_device(args.device)
+    check_device(args.device)
     choice = read_choice(args.ops)
     case = ParityCase.load(args.folder)
     ops = Ops(choice)
@@ -64,15 +66,6 @@ def _compare(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report.summary()))
     return 1 if report.failures else 0
-
-
-def _check_device(name: str) -> None:
-    import torch
-
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # the second: a build without that kind of device
-        raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 def print_report(title: str, dtype: str, report, worst: int) -> None:

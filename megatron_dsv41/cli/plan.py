@@ -30,6 +30,7 @@ from megatron_dsv41.recipes import RECIPES
 from megatron_dsv41.run_config import Batch, Leg, Parallel, Run, load_run, run_from_dict
 
 HELP = "show layers, parameters, memory per rank, tokens and learning rate of a run, without starting it"
+TAKES_OVERRIDES = True
 BARS = "▁▂▃▄▅▆▇█"
 SHORT = {"compressed_kv": "kv", "index_keys": "keys", "topk_indices": "top-k", "candidates": "pool"}
 SHORT |= {"topk_query": "top-k query", "pool_query": "pool query"}
@@ -39,7 +40,7 @@ CURVE_WIDTH = 60
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `dsv41 plan`."""
-    parser.add_argument("run", nargs="?", help="run file (YAML); without it, give --preset")
+    parser.add_argument("run", nargs="?", help="run file (YAML); without it, give --preset or --recipe")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the run file")
     parser.add_argument("--preset", choices=sorted(PRESETS), help="plan this model shape alone")
     parser.add_argument("--recipe", choices=sorted(RECIPES), help="plan this recipe (on the flash shape, or --preset)")
@@ -50,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 0."""
+    if args.ranks is not None and args.ranks < 1:
+        raise ValueError(f"--ranks must be at least 1, got {args.ranks}")
     planned = _planned_run(args)
     report = plan_report(planned, args.ranks, with_schedule=args.preset is None or args.recipe is not None)
     if args.plot:
@@ -215,7 +218,7 @@ def _print(report: dict[str, Any]) -> None:
     for title, table in (
         ("Layers", _layer_table(report["layers"])),
         ("Parameters", _parameter_table(report)),
-        (_memory_title(report["memory"]["layout"]), _memory_table(report["memory"])),
+        (_memory_title(report["memory"]["layout"], "engram" in report), _memory_table(report["memory"])),
     ):
         console.print(f"[bold]{title}[/bold]")
         console.print(table)
@@ -372,7 +375,7 @@ def _phase_table(phases: list[dict[str, Any]]) -> Any:
             "{:.3g} to {:.3g}".format(*phase["learning_rate"]),
             " ".join(f"{short}{phase['layout'][axis]}" for axis, short in axes.items() if phase["layout"][axis] > 1)
             or "-",
-            f"{phase['gigabytes']:.3g}",
+            _gigabytes(phase["gigabytes"] * 1e9),
             " ".join(
                 f"{section}.{key}={value}" for section, keys in phase["changes"].items() for key, value in keys.items()
             ),
@@ -383,12 +386,14 @@ def _phase_table(phases: list[dict[str, Any]]) -> Any:
     return _table(columns, rows, left=(0, 1, 7))
 
 
-def _memory_title(layout: dict[str, Any]) -> str:
+def _memory_title(layout: dict[str, Any], owned: bool) -> str:
     axes = {"tensor": "tp", "pipeline": "pp", "virtual": "vpp", "context": "cp", "expert": "ep", "data": "dp"}
     split = " ".join(f"{short}={layout[axis]}" for axis, short in axes.items())
+    ranks = "1 rank" if layout["world"] == 1 else f"{layout['world']} ranks"
     return (
-        f"Estimated GB per rank on {layout['world']} ranks: {split}, micro-batch {layout['micro_batch']} x "
+        f"Estimated GB per rank on {ranks}: {split}, micro-batch {layout['micro_batch']} x "
         f"{layout['seq_length']}, recompute {layout['recompute']}"
+        + (", without the Engram tables below" if owned else "")
     )
 
 
@@ -398,7 +403,7 @@ def _memory_table(memory: dict[str, Any]) -> Any:
             number,
             _ranges(stage["layers"]),
             _short(stage["parameters"]),
-            *(f"{stage[part] / 1e9:.3g}" for part in ("weights", "gradients", "optimizer", "activations", "total")),
+            *(_gigabytes(stage[part]) for part in ("weights", "gradients", "optimizer", "activations", "total")),
         )
         for number, stage in enumerate(memory["stages"])
     ]
@@ -413,12 +418,17 @@ def _owner_table(tables: list[dict[str, Any]]) -> Any:
             table["copies"],
             f"{table['rows']:,}",
             f"{table['updated']:,}",
-            *(f"{table[part] / 1e9:.3g}" for part in ("served", "master", "state", "step", "total")),
+            *(_gigabytes(table[part]) for part in ("served", "master", "state", "step", "total")),
         )
         for table in tables
     ]
     columns = ("layer", "copies", "rows", "updated", "served", "master", "state", "of a step, at most", "total")
     return _table(columns, rows)
+
+
+def _gigabytes(number: float) -> str:
+    """Bytes as GB: three digits, and all of them before the point."""
+    return f"{number / 1e9:,.0f}" if number >= 1e11 else f"{number / 1e9:.3g}"
 
 
 def _short(number: float) -> str:
@@ -446,7 +456,7 @@ def _print_schedule(console: Any, schedule: dict[str, Any]) -> None:
         f"= {schedule['tokens']:,} tokens, {schedule['flops']:.3g} FLOPs"
     )
     console.print("\n[bold]Learning rate[/bold]")
-    console.print(_table(("step", "rate"), rows, left=()))
+    console.print(_table(("steps done", "next rate"), rows, left=()))
     peak = max(schedule["curve"]) or 1.0
     bars = "".join(BARS[min(int(rate / peak * len(BARS)), len(BARS) - 1)] for rate in schedule["curve"])
     console.print(f"  {bars}")

@@ -21,6 +21,12 @@ EPILOG = """examples:
 """
 
 
+READ_WITH = {  # what else the two other ways to prepare read
+    "adopt": {"adopt", "tokenizer", "output", "eod_token", "overwrite"},
+    "chat": {"chat", "input", "tokenizer", "output", "reasoning_effort", "overwrite"},
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -62,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
 
     signal.signal(signal.SIGTERM, _stop)  # so that what is half written is removed
     if args.adopt:
-        if args.input or args.train_tokenizer:
-            raise ValueError("--adopt describes data that exists: it takes no --input and trains no tokenizer")
+        _refuse_unread(args, "adopt")
         sidecar = adopt(args.output, args.tokenizer, args.eod_token, overwrite=args.overwrite)
         print(f"{args.output}: {sidecar.documents:,} documents, {sidecar.tokens:,} tokens, adopted")
         return 0
     if args.chat:
+        _refuse_unread(args, "chat")
         return _prepare_chats(args)
     if args.reasoning_effort:
         raise ValueError("--reasoning-effort is for chats: give it with --chat")
@@ -89,6 +95,15 @@ def run(args: argparse.Namespace) -> int:
     skipped = next(iter(sidecars.values())).skipped
     print(f"{skipped:,} texts without content skipped; {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s")
     return 0
+
+
+def _refuse_unread(args: argparse.Namespace, way: str) -> None:
+    """ValueError for options that this way to prepare would not look at."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name, value in vars(args).items():
+        if name not in READ_WITH[way] and value != parser.get_default(name):
+            raise ValueError(f"--{way} takes no --{name.replace('_', '-')}: leave it out")
 
 
 def _prepare_chats(args: argparse.Namespace) -> int:

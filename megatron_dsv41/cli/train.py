@@ -6,6 +6,7 @@ import argparse
 import sys
 
 HELP = "train from a run file, on this rank (start one per GPU with torchrun or srun)"
+TAKES_OVERRIDES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -58,6 +58,8 @@ def open_source(options: SourceOptions) -> Source:
     """All inputs, one after the other. ValueError when one cannot be found or is of no known kind."""
     if not options.inputs:
         raise ValueError("no input: name files, folders, globs, a hub dataset id, or python-stdlib")
+    if options.max_bytes is not None and options.max_bytes < 1:
+        raise ValueError(f"--max-bytes must be positive, got {options.max_bytes}")
     parts = [_open_one(name, options) for name in options.inputs]
     units = {part.unit for part in parts}
     if len(units) > 1:

@@ -120,14 +120,17 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> tuple[Path, Path]:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """What `write_rows` wrote. ValueError when it is missing or damaged."""
+    """What `write_rows` wrote. ValueError when it is missing, damaged or without rows."""
     path = folder / ROWS_FILE
     if not path.exists():
         raise ValueError(f"{path} does not exist: run dsv41 ladder collect first")
     try:
-        return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     except (json.JSONDecodeError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): run dsv41 ladder collect again") from error
+    if not rows:
+        raise ValueError(f"{path} has no finished cell: run dsv41 ladder run, then collect")
+    return rows
 
 
 def flat_row(row: Row) -> dict[str, Any]:

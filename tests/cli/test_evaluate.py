@@ -25,7 +25,8 @@ def test_a_released_folder_on_two_domains(prefix, capsys):
     assert (first.pop("domain"), second.pop("domain")) == ("code", str(prefix)) and first == second
     assert first["tokens"] <= 64 < first["text_bytes"] and first["bits_per_byte"] > 0
     assert main([*command, "--limit", "64"]) == 0
-    assert "bits per byte" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "bits per byte" in table and "…" not in table  # long prefixes are folded
 
 
 def test_mistakes_are_named(prefix, tmp_path, capsys):
@@ -37,5 +38,6 @@ def test_mistakes_are_named(prefix, tmp_path, capsys):
     assert "is not a folder with a checkpoint" in error(tmp_path / "absent", "--data", prefix)
     assert "--rows must be positive, got 0" in error(PARITY, "--data", prefix, "--rows", 0)
     assert "--data names 'a' twice" in error(PARITY, "--data", f"a={prefix}", "--data", f"a={prefix}")
+    assert "--device cud cannot be used here" in error(PARITY, "--data", prefix, "--device", "cud")
     assert "is missing" in error(PARITY, "--data", tmp_path / "absent")
     assert "give --tokenizer" in error(PARITY, "--data", prefix, "--tokenizer", "deepseek")

@@ -99,6 +99,13 @@ def test_a_slurm_script_per_unfinished_cell(ladder_file, capsys):
     assert subprocess.run(["bash", "-n", script]).returncode == 0
 
 
+def test_nothing_collected_is_said_once(ladder_file, capsys):
+    output(capsys, "collect", ladder_file)
+    for action in ("fit", "predict", "plot"):
+        assert main(["ladder", action, str(ladder_file)]) == 2
+        assert "has no finished cell: run dsv41 ladder run, then collect" in capsys.readouterr().err
+
+
 def test_no_such_cell(ladder_file, capsys):
     assert main(["ladder", "run", str(ladder_file), "--cells", "d9*"]) == 2
     assert "no cell matches" in capsys.readouterr().err

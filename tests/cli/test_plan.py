@@ -52,6 +52,26 @@ def test_a_run_file_shows_its_steps_and_learning_rate(capsys, tmp_path):
     assert "100 steps x 1,024 tokens = 102,400 tokens" in capsys.readouterr().out
 
 
+def test_overrides_stand_on_either_side_of_options(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    report = planned(capsys, str(file), "train.steps=50", "--ranks", "2", "schedule.stable=10")
+    assert report["schedule"]["steps"] == 50 and report["memory"]["layout"]["world"] == 2
+    assert planned(capsys, "--ranks", "2", str(file), "train.steps=50", "schedule.stable=10") == report
+
+
+def test_memory_of_large_stages_is_written_out(capsys):
+    assert main(["plan", "--preset", "flash"]) == 0
+    text = capsys.readouterr().out
+    assert "1,497" in text and "e+03" not in text and "on 1 rank:" in text
+
+
+def test_owned_tables_are_said_to_be_apart(capsys):
+    for engram, said in (("null", False), ("2", True)):
+        assert main(["plan", "--preset", "tiny", f"parallel.engram={engram}"]) == 0
+        assert ("without the Engram tables below" in capsys.readouterr().out) is said
+
+
 def test_the_learning_rate_plot_is_a_png(capsys, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
@@ -82,6 +102,7 @@ def test_stages_hold_every_parameter_once(capsys):
         (["--preset", "tiny", "parallel.cp=2", "data.seq_length=33"], "is not a multiple of the"),
         (["--preset", "tiny", "ops.csa2=tritn"], "no op has a provider 'tritn'; did you mean triton?"),
         (["--preset", "tiny", "megatron.train_iters=2"], "megatron.train_iters cannot be set"),
+        (["--preset", "tiny", "--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["missing.yaml"], "missing.yaml does not exist"),
     ],
 )

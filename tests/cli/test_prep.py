@@ -48,9 +48,20 @@ def test_tokenizer_trained_on_the_input(sources, tmp_path, capsys):
 def test_adopt_takes_no_input(tmp_path, capsys):
     command = f"prep --adopt --tokenizer {TOKENIZER} --output {tmp_path}/data"
     assert main([*command.split(), "--input", "x"]) == 2
-    assert "it takes no --input" in capsys.readouterr().err
+    assert "--adopt takes no --input: leave it out" in capsys.readouterr().err
     assert main(command.split()) == 2
     assert "data.bin is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", [["--validation-documents", "3"], ["--text-column", "x"], ["--train-tokenizer", "300"], ["--streaming"]]
+)
+def test_chats_refuse_options_that_they_would_not_read(tmp_path, capsys, option):
+    command = f"prep --chat --input {tmp_path}/chats.jsonl --tokenizer {TOKENIZER} --output {tmp_path}/data"
+    assert main([*command.split(), *option]) == 2
+    assert f"--chat takes no {option[0]}: leave it out" in capsys.readouterr().err
+    assert main(command.split()) == 2
+    assert "takes no" not in capsys.readouterr().err
 
 
 def test_help_names_every_option_that_is_read(capsys):

@@ -57,6 +57,8 @@ def test_limit_stops_before_the_text_that_would_pass_it(tmp_path):
     source = open_source(SourceOptions(inputs=[str(path)], max_bytes=13))
     assert [d.text for d in source.documents()] == ["one", "zwei\nlines", "", None]
     assert source.total == 13
+    with pytest.raises(ValueError, match="--max-bytes must be positive, got -1"):
+        open_source(SourceOptions(inputs=[str(path)], max_bytes=-1))
 
 
 def test_standard_library():

@@ -20,6 +20,11 @@ def open_weights(path: str | Path, config: DSV41Config) -> StateSource:
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"train.init_from {path} is not a folder with a checkpoint")
+    if (path / "run.yaml").is_file():
+        raise ValueError(
+            f"train.init_from {path} is a training run: write its weights with `dsv41 convert export {path} DST`, and "
+            "start from DST"
+        )
     return open_source(path, config)
 
 

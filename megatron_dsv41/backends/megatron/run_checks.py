@@ -18,7 +18,7 @@ from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.checkpoint.team import Team
 from megatron_dsv41.data.check import check_prepared
 from megatron_dsv41.data.files import write_whole
-from megatron_dsv41.data.prepared import cache_key, prepared_paths
+from megatron_dsv41.data.prepared import cache_key, mask_prefix, prepared_paths
 from megatron_dsv41.data.token_map import load_token_map
 from megatron_dsv41.data.tokenizer import open_tokenizer
 from megatron_dsv41.experiments.flops import count_parameters
@@ -78,7 +78,8 @@ def _open_run(run: Run, start: int) -> int | None:
     folder = Path(run.checkpoint.folder)
     step = checkpoints.open_folder(folder, run.checkpoint.resume or start > 0)
     if step is not None and step >= run.steps:
-        raise ValueError(f"{folder} already holds step {step} of {run.steps}: raise train.steps to go on")
+        length = "the steps or tokens of the last phase" if run.phases else "train.steps"
+        raise ValueError(f"{folder} already holds step {step} of {run.steps}: raise {length} to go on")
     if step is not None and run.checkpoint.optimizer:
         _check_same_optimizer(run, folder / "run.yaml")
     weights = count_parameters(run.architecture()).total
@@ -116,12 +117,14 @@ def _check_same_optimizer(run: Run, stored: Path) -> None:
         if was != now:
             raise ValueError(
                 f"checkpoint.folder {stored.parent} was trained with {setting}={was}, whose state {setting}={now} "
-                f"cannot continue: set {setting}={was}, or start another folder from its weights with train.init_from"
+                f"cannot continue: set {setting}={was}, or export its weights and start another folder "
+                "from them with train.init_from"
             )
     if _trains_indexers(run) and not _trains_indexers(before):
         raise ValueError(
             f"checkpoint.folder {stored.parent} was trained with phase.index_loss=off, and holds no optimizer state of "
-            "indexers: start another folder from its weights with train.init_from; within one run, list its phases"
+            "indexers: export its weights and start another folder from them with train.init_from; within one run, "
+            "list its phases"
         )
 
 
@@ -136,6 +139,11 @@ def open_corpus(run: Run) -> Corpus:
     lengths: dict[str, int] = {}
     for data in (leg.run.data for leg in run.legs):
         for prefix in (*data.train, *data.valid):
+            if data.packing != "best_fit" and prepared_paths(mask_prefix(prefix)).bin.is_file():
+                raise ValueError(
+                    f"{prefix} has a loss mask, which data.packing={data.packing} does not read: set "
+                    "data.packing=best_fit"
+                )
             lengths[prefix] = max(lengths.get(prefix, 0), data.seq_length)
     prefixes = list(lengths)
     tokenizer = open_tokenizer(run.data.tokenizer).sha256 if run.data.tokenizer else None

@@ -335,7 +335,7 @@ class Trainer:
 
     def _layout(self) -> str:
         run, world = self.run, torch.distributed.get_world_size()
-        sizes = dataclasses.asdict(run.parallel)
+        sizes = dataclasses.asdict(run.parallel) | {"etp": run.parallel.expert_tp}
         split = " ".join(f"{axis} {sizes[axis]}" for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"))
         start = f"step {self.resume_step}" if self.resume_step else run.train.init_from or "scratch"
         phase = f"phase {self.leg.name}: steps {self.leg.start + 1} to {self.leg.end}\n" if self.leg.name else ""

@@ -104,8 +104,18 @@ def masked_sample(folder):
     return train[0]
 
 
+def refused(folder):
+    """On a rank: what the start of a run without best-fit packing says of the masked corpus."""
+    from megatron_dsv41.backends.megatron.run_checks import open_corpus
+
+    with pytest.raises(ValueError) as error:
+        open_corpus(tiny_run(folder, f"data.seq_length={SEQ}"))
+    return str(error.value)
+
+
 def test_a_loss_mask_says_what_is_trained(tmp_path):
     (sample,) = run_ranks(masked_sample, 1, tmp_path)
+    assert "has a loss mask, which data.packing=concat does not read" in run_ranks(refused, 1, tmp_path)[0]
     whole = [p for p in pieces(sample) if p[0][-1] == EOD and len(p[0]) > 3]
     assert whole
     for tokens, _, weight in whole:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_dsv41.backends.megatron import checkpoints
+from megatron_dsv41.cli.evaluate import open_checkpoint
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.testing.distributed import Ranks, run_ranks
 from megatron_dsv41.testing.tiny_run import smooth, tiny_run
@@ -23,6 +24,16 @@ def train(folder, *overrides):
     from megatron_dsv41.backends.megatron.train import train
 
     return train(tiny_run(folder, *overrides))
+
+
+def refusals(folder, *overrides):
+    """What the start of the last phase says on a rank."""
+    from megatron_dsv41.backends.megatron import launch, run_checks
+
+    launch.prepare_process()
+    with pytest.raises(ValueError) as error:
+        run_checks.check(tiny_run(folder, *overrides).legs[-1])
+    return str(error.value)
 
 
 def settings(home, name, *overrides):
@@ -75,6 +86,20 @@ def test_the_run_walks_through(home, whole):
     assert [row["lr"] for row in rows] == pytest.approx([run.learning_rate(step) for step in range(STEPS)], rel=1e-12)
     assert [any(key.startswith("index_kl") for key in row) for row in rows] == [False] * 3 + [True] * 4 + [False] * 2
     assert {3, 7, 9} <= set(checkpoints.complete_steps(folder))  # the end of every phase is saved
+
+
+def test_a_checkpoint_is_evaluated_as_its_phase_trained(whole):
+    _, folder = whole
+    found = [open_checkpoint(folder, step)[2] for step in (3, 4, 7, 9)]
+    assert [run.data.seq_length for run in found] == [32, 64, 64, 64]
+    assert [run.phase.hsi for run in found] == [True, False, False, True]
+    assert [run.phase.yarn for run in found] == [True, True, True, False]
+
+
+def test_finished_phases_say_what_to_raise(home, whole):
+    name, _ = whole
+    (messages,) = run_ranks(refusals, 1, *settings(home, name, f"optimizer.name={name}"))
+    assert "already holds step 9 of 9: raise the steps or tokens of the last phase" in messages
 
 
 def test_frozen_parts_stand_still_in_their_phase_only(whole):

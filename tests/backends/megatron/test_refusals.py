@@ -113,10 +113,17 @@ def test_folders_and_files(home, tmp_path):
         [f"checkpoint.folder={tmp_path / 'full'}"],
         [f"checkpoint.folder={tmp_path / 'file'}"],
         [fresh, "train.init_from=nowhere"],
+        [fresh, f"train.init_from={home / 'run'}"],
         [fresh, f"data.train={data}"],
     )[0]
     for expected, message in zip(
-        ["holds no run of this program", "is a file", "nowhere is not a folder", "train.bin is cut off"],
+        [
+            "holds no run of this program",
+            "is a file",
+            "nowhere is not a folder",
+            "is a training run: write its weights with `dsv41 convert export",
+            "train.bin is cut off",
+        ],
         messages,
         strict=True,
     ):
