@@ -80,6 +80,8 @@ def _open_run(run: Run, start: int) -> int | None:
     if step is not None and step >= run.steps:
         length = "the steps or tokens of the last phase" if run.phases else "train.steps"
         raise ValueError(f"{folder} already holds step {step} of {run.steps}: raise {length} to go on")
+    if step is not None:
+        _check_same_steps(run, folder / "run.yaml")
     if step is not None and run.checkpoint.optimizer:
         _check_same_optimizer(run, folder / "run.yaml")
     weights = count_parameters(run.architecture()).total
@@ -101,6 +103,22 @@ def check_same_hash(stored: str | None, corpus: Corpus, where: str) -> None:
             f"{corpus.hash_digest[:12]}: its tokenizer or its Engram settings are not those of the weights; "
             "prepare the data with the tokenizer that the weights were trained with"
         )
+
+
+def _check_same_steps(run: Run, stored: Path) -> None:
+    """ValueError when a run without phases goes on with steps of other tokens: what was read is counted in steps."""
+    before = load_run(stored) if stored.is_file() else run
+    if run.phases or before.phases:
+        return
+    for setting, was, now in (
+        ("data.seq_length", before.data.seq_length, run.data.seq_length),
+        ("batch.sequences", before.sequences_per_step, run.sequences_per_step),
+    ):
+        if was != now:
+            raise ValueError(
+                f"checkpoint.folder {stored.parent} holds steps of {setting}={was}, and this run has {now}: what was "
+                f"read and seen is counted in steps. Set {setting}={was}, or list phases"
+            )
 
 
 def _check_same_optimizer(run: Run, stored: Path) -> None:

@@ -168,6 +168,13 @@ def test_resume_at_another_rate(home):
         assert [row["lr"] for row in read_metrics(folder)] == pytest.approx([1e-2, 4e-3])
 
 
+def test_resume_with_steps_of_other_tokens(home):
+    changes = ("train.steps=4", "batch.micro=4", "data.seq_length=16"), ("train.steps=4", "batch.sequences=8")
+    length, sequences = run_ranks(refusals, 1, home, *changes)[0]
+    assert "holds steps of data.seq_length=32, and this run has 16" in length
+    assert "holds steps of batch.sequences=4, and this run has 8" in sequences and "or list phases" in sequences
+
+
 def test_resume_with_indexers_that_were_never_trained(home):
     """Their optimizer state is in no checkpoint of the run; nobody is told to delete a good one."""
     with pytest.raises(AssertionError, match="with phase.index_loss=off, and holds no optimizer state of") as e:
