@@ -11,6 +11,7 @@ from megatron_dsv41.precision import check_sizes
 from megatron_dsv41.run_config import Run
 
 MOST_REDUCE_SMS = 32
+BF16_KERNELS = {"csa2.sparse_attend": ("triton", "hopper", "flash_mla", "cudnn"), "mhc.site": ("hopper",)}
 
 
 def check_settings(run: Run, world_size: int) -> int:
@@ -116,8 +117,12 @@ def check_reduction(run: Run) -> None:
 
 
 def check_precision(run: Run) -> None:
-    """ValueError when linears cannot multiply in the precision that the run asks for, whatever the machine."""
+    """ValueError when ops or linears cannot compute in the precision that the run asks for, whatever the machine."""
     precision, parallel, config = run.precision, run.parallel, run.architecture()
+    chosen = choose(run.ops)
+    for op, kernels in BF16_KERNELS.items():
+        if run.train.precision == "fp32" and chosen[op] in kernels:
+            raise ValueError(f"{op}: provider {chosen[op]!r} takes bfloat16: set train.precision=bf16, or ops.{op}=ref")
     if precision.name is not None:
         if run.train.precision != "bf16":
             raise ValueError(f"{precision.asked} rounds bf16 operands: it needs train.precision=bf16")
@@ -128,7 +133,7 @@ def check_precision(run: Run) -> None:
             )
         tokens = run.batch.micro * run.data.seq_length // parallel.cp
         check_sizes(config, precision, parallel.tp, tokens, tokens // (parallel.tp if parallel.sp else 1))
-    if choose(run.ops)["routing.experts"] == "grouped_fp8":
+    if chosen["routing.experts"] == "grouped_fp8":
         inner = config.moe_intermediate_size // parallel.expert_tp
         for name, size in (("hidden_size", config.hidden_size), ("moe_intermediate_size", inner)):
             if size % 16:

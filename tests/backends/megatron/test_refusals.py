@@ -66,6 +66,8 @@ CASES = {
     "megatron.train_iters=1": "ValueError: megatron.train_iters cannot be set: the trainer sets it",
     "megatron.ddp_bucket_size=few": "megatron.ddp_bucket_size cannot be 'few': invalid int value",
     "megatron.overlap_grad_reduce=5": "megatron.overlap_grad_reduce cannot be 5: it is a switch",
+    "ops.csa2=triton": "csa2.sparse_attend: provider 'triton' takes bfloat16: set train.precision=bf16, or ops.csa2.sp",
+    "ops.mhc=hopper": "mhc.site: provider 'hopper' takes bfloat16: set train.precision=bf16, or ops.mhc.site=ref",
     "ops.csa2=tritn": "ValueError: ops.csa2: no op has a provider 'tritn'; did you mean triton",
     "checkpoint.folder=/proc/none": "ValueError: checkpoint.folder /proc/none cannot be written",
     "train.steps=2": "already holds step 2 of 2: raise train.steps to go on",
