@@ -227,13 +227,16 @@ def _hub(name: str, options: SourceOptions) -> Source:
     """A dataset of the Hugging Face hub (or what else `datasets.load_dataset` takes)."""
     import datasets
 
-    data: Any = datasets.load_dataset(
-        name,
-        options.subset,
-        split=options.split,
-        streaming=options.streaming,
-        revision=options.revision,
-    )
+    try:
+        data: Any = datasets.load_dataset(
+            name,
+            options.subset,
+            split=options.split,
+            streaming=options.streaming,
+            revision=options.revision,
+        )
+    except OSError as error:  # not there, or not reached
+        raise ValueError(f"input {name!r}: no file or folder of that name, and not from the hub: {error}") from error
     column = options.text_column
     if data.column_names is not None and column not in data.column_names:
         raise _no_column(f"dataset {name}", column, data.column_names)

@@ -138,3 +138,13 @@ def test_folder_without_known_files(tmp_path):
         read(tmp_path)
     with pytest.raises(ValueError, match="no input"):
         open_source(SourceOptions(inputs=[]))
+
+
+def test_a_name_that_is_neither_here_nor_on_the_hub(monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    for settings in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="input 'misspelt': no file or folder of that name, and not from the hub"):
+        read("misspelt")
