@@ -65,7 +65,6 @@ class Parallel:
     ep: int = 1
     etp: int | None = None  # tensor parallelism inside experts; None: tp without expert parallelism, else 1
     dispatcher: Literal["auto", "alltoall", "allgather", "flex"] = "auto"  # to experts of other ranks: `gathers_tokens`
-    overlap_shared_expert: bool = False  # the shared expert on a CUDA stream of its own, beside dispatch and combine
     gradient_accumulation_fusion: bool = False  # linears add their weights' gradients to the buffers, not Megatron
     # Multiprocessors that sums of gradients keep to and products leave free (with `megatron.overlap_grad_reduce`, on
     # GPUs); None: as many as NCCL takes.

@@ -39,12 +39,9 @@ def layouts(gpus: int) -> list[str]:
     return found
 
 
-def refused(gpus: int, device: str) -> dict[str, str]:
+def refused(gpus: int) -> dict[str, str]:
     """Layouts that must not run, and what the error names."""
-    found = {f"ep={gpus},dispatcher=flex": "parallel.dispatcher flex"}
-    if device == "cuda":
-        found[f"ep={gpus},overlap_shared_expert"] = "parallel.overlap_shared_expert is refused on GPUs"
-    return found
+    return {f"ep={gpus},dispatcher=flex": "parallel.dispatcher flex"}
 
 
 def main() -> int:
@@ -57,7 +54,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for a layout (default 300)")
     parser.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="only these")
     args = parser.parse_args()
-    refusals = refused(args.gpus, args.device)
+    refusals = refused(args.gpus)
     wanted = args.layouts or [*layouts(args.gpus), *refusals]
     with ThreadPoolExecutor(args.jobs) as pool:
         found = dict(zip(wanted, pool.map(lambda text: compare(text, args), wanted), strict=True))

@@ -100,8 +100,7 @@ class MoE(nn.Module):
         x_TD = to_flat(x_SBD)
         routing = self.gate(x_TD, batch, x_SBD.shape[1])
         x_TD, weights_TK = self.primitives.fan_out(x_TD), self.primitives.fan_out(routing.weights)
-        routed_TD, shared_TD = self.primitives.both(
-            x_TD, lambda x_TD: self.experts(x_TD, routing.indices, weights_TK), self.shared_experts
-        )
-        y_TD = rounded_sum(routed_TD, shared_TD, x_TD.dtype)
+        finish_routed = self.experts.begin(x_TD, routing.indices, weights_TK)
+        shared_TD = self.shared_experts(x_TD)
+        y_TD = rounded_sum(finish_routed(), shared_TD, x_TD.dtype)
         return self.primitives.leave_site(from_flat(y_TD, x_SBD.shape[1])), routing

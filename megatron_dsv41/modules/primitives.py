@@ -7,6 +7,7 @@ precision it multiplies. `TorchPrimitives` is the plain single-process choice an
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -57,7 +58,7 @@ class Primitives(Protocol):
         losses [T]; weight [vocab_size, dim]. Its input passes `enter_site` and `fan_out`."""
         ...
 
-    def experts(self, config: DSV41Config) -> nn.Module:
+    def experts(self, config: DSV41Config) -> RoutedExperts:
         """(x [T, d], indices int64 [T, k], weights fp32 [T, k]) -> fp32 [T, d]; parameters w13 [E, 2, F, d], w2."""
         ...
 
@@ -101,12 +102,6 @@ class Primitives(Protocol):
 
     def recomputed[T](self, function: Callable[..., T], *values: Any) -> T:
         """`function(*values)`; what it keeps for backward may be made again there instead."""
-        ...
-
-    def both(
-        self, x: Tensor, communicates: Callable[[Tensor], Tensor], computes: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Two functions of `x` that do not need each other, of which the first waits for other processes."""
         ...
 
     def forward_pass(self) -> contextlib.AbstractContextManager[Any]:
@@ -194,7 +189,15 @@ class Table(nn.Module):
         return F.embedding(ids, self.weight)
 
 
-class Experts(nn.Module):
+class RoutedExperts(nn.Module):
+    """Of a layer: x [T, d], the chosen experts and their weights [T, k] -> weighted sum, fp32 [T, d]."""
+
+    def begin(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Callable[[], Tensor]:
+        """Start what crosses between processes. Called, the result calls the module; work in between runs beside it."""
+        return functools.partial(self, x_TD, indices_TK, weights_TK)
+
+
+class Experts(RoutedExperts):
     """All routed experts of a layer: w13 [E, 2, F, d] (gate, up), w2 [E, d, F].
 
     `dense` evaluates every expert on every token: the result of a token then does not depend on its neighbours'
@@ -290,7 +293,7 @@ class TorchPrimitives:
         """See Primitives."""
         return Head(dim, vocab_size, self.dtype, self.config.initializer_range, self.ops)
 
-    def experts(self, config: DSV41Config) -> nn.Module:
+    def experts(self, config: DSV41Config) -> RoutedExperts:
         """See Primitives."""
         return Experts(config, self.dtype, self.ops, self.dense_experts)
 
@@ -329,12 +332,6 @@ class TorchPrimitives:
     def recomputed[T](self, function: Callable[..., T], *values: Any) -> T:
         """Everything is kept."""
         return function(*values)
-
-    def both(
-        self, x: Tensor, communicates: Callable[[Tensor], Tensor], computes: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """One after the other."""
-        return communicates(x), computes(x)
 
     def parameter(self, value: Tensor, role: str) -> nn.Parameter:
         """See Primitives."""

@@ -21,7 +21,6 @@ TWO_RANKS = [
     "cp=2",
     "ep=2",
     "ep=2,dispatcher=alltoall",
-    "ep=2,overlap_shared_expert",
     "tp=2,sp,gradient_accumulation_fusion",
     "pp=2,recompute,gradient_accumulation_fusion",
     "dp=2",

@@ -18,12 +18,12 @@ def test_parts_add_in_fp32_without_an_fp32_sum():
     ids = torch.randint(0, 90, (1, 10))
     batch = make_batch(config, lambda ids, documents: {}, ids, one_document_per_row(config, ids))
     x = torch.randn(10, 1, config.hidden_size, dtype=torch.bfloat16)
-    parts = []
+    parts = {}
     for part in (site.experts, site.shared_experts):
-        part.register_forward_hook(lambda module, args, output: parts.append(output))
+        part.register_forward_hook(lambda module, args, output: parts.update({module: output}))
     with Operators() as operators, torch.no_grad():
         y, _ = site(x, batch)
-    routed, shared = parts
+    routed, shared = parts[site.experts], parts[site.shared_experts]
     assert routed.dtype == torch.float32 and torch.equal(y[:, 0], (routed + shared).bfloat16())
     wide_sums = [row for row in operators.made if row[:2] == ("add", torch.float32) and row.shape == routed.shape]
     assert len(wide_sums) == config.num_experts_per_tok - 1  # those of a token's experts

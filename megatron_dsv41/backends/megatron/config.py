@@ -28,7 +28,6 @@ class DSV41TransformerConfig(TransformerConfig):
     ops: dict[str, str] = dataclasses.field(default_factory=dict)
     recompute_kind: Recompute = "none"
     gather_tokens: bool = False  # to experts of other ranks, which is nothing that Megatron does or limits
-    overlap_shared_expert: bool = False
     fused_gradients: bool = False  # not Megatron's own switch, which wants kernels of APEX
     seed: int = 1
     engram_owners: int | None = None
@@ -224,7 +223,6 @@ def transformer_config(run: Run, arguments: Any) -> DSV41TransformerConfig:
     config.engram_owners = run.parallel.engram
     config.recompute_kind = run.train.recompute
     config.gather_tokens = run.parallel.gathers_tokens(config.architecture.num_experts_per_tok)
-    config.overlap_shared_expert = run.parallel.overlap_shared_expert
     config.fused_gradients = run.parallel.gradient_accumulation_fusion
     return config
 
@@ -280,6 +278,5 @@ def bare_transformer_config(
         engram_owners=parallel.engram,
         recompute_kind=recompute,
         gather_tokens=parallel.gathers_tokens(architecture.num_experts_per_tok),
-        overlap_shared_expert=parallel.overlap_shared_expert,
         fused_gradients=parallel.gradient_accumulation_fusion,
     )

@@ -6,6 +6,8 @@ Megatron, to the ranks of its experts, once for each of them.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron_dsv41.backends.megatron.layout import Cut, Layout, mark
 from megatron_dsv41.config import DSV41Config
-from megatron_dsv41.modules.primitives import Experts
+from megatron_dsv41.modules.primitives import Experts, RoutedExperts
 from megatron_dsv41.ops.registry import Ops
 from megatron_dsv41.ops.routing.permutation import PartOfPermutation
 from megatron_dsv41.parallel.experts import GatheredTokens, add_at_owners, gather_numbers
@@ -55,52 +57,80 @@ class LocalExperts(Experts):
         self.w13, self.w2 = draw_experts(config, layout, dtype)
 
 
-def route_own_tokens(
-    layout: Layout, route: Callable[..., Tensor], x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor
-) -> Tensor:
-    """`route` of the tokens that this rank has to bring to their experts: fp32 [T, d].
+def own_tokens(layout: Layout, num_tokens: int) -> tuple[int, int]:
+    """First and end of the tokens that this rank has to bring to their experts.
 
     Where experts are not split over the ranks of a tensor group, each of those ranks brings its own part of the tokens
-    and returns zeros for the others, which `leave_site` sums.
+    and returns zeros for the others (`among_all`), which `leave_site` sums.
     """
-    tp, num_tokens = layout.tp, x_TD.shape[0]
+    tp = layout.tp
     if tp.size == 1 or layout.etp.size > 1:
-        return route(x_TD, indices_TK, weights_TK)
-    own = (tp.rank * num_tokens // tp.size, (tp.rank + 1) * num_tokens // tp.size)
-    y_tD = route(*(t[own[0] : own[1]] for t in (x_TD, indices_TK, weights_TK)))
-    return F.pad(y_tD, (0, 0, own[0], num_tokens - own[1]))
+        return 0, num_tokens
+    return tp.rank * num_tokens // tp.size, (tp.rank + 1) * num_tokens // tp.size
+
+
+def part_of(own: tuple[int, int], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """These tokens alone, of tensors of all [T, ...]."""
+    return tuple(t if own == (0, len(t)) else t[own[0] : own[1]] for t in tensors)
+
+
+def among_all(y_tD: Tensor, own: tuple[int, int], num_tokens: int) -> Tensor:
+    """Rows of these tokens among zeros for all others: [T, d]."""
+    return y_tD if own == (0, num_tokens) else F.pad(y_tD, (0, 0, own[0], num_tokens - own[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathering:
+    """What is on its way to all ranks of the expert group: tokens, routing weights, and which pairs are here."""
+
+    x_TD: GatheredTokens
+    weights_TK: GatheredTokens
+    pairs: PartOfPermutation
 
 
 class GatheredExperts(LocalExperts):
     """Experts split over the expert group; every rank has the tokens of all and sums what its own experts make of them.
 
-    Same signature and result as `Experts`. Sums of a rank are rounded to the dtype of x where they leave it, and added
-    in fp32. Ranks of an expert group have equally many tokens. Forward waits for the device once, for the number of
-    rows; until then everything that does not depend on it is queued.
+    Sums of a rank are rounded to the dtype of x where they leave it, and added in fp32. Ranks of an expert group have
+    equally many tokens. The host waits for the device once, for the number of rows: what is queued between `begin` and
+    the call, such as the shared expert, runs beside the exchange.
     """
 
     def __init__(self, config: DSV41Config, dtype: torch.dtype, ops: Ops, layout: Layout):
         super().__init__(config, dtype, ops, layout)
         self.layout = layout
 
-    def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """x [T, d], chosen experts and their weights [T, k] -> weighted sum, fp32 [T, d]."""
-        route = super().forward if self.layout.ep.group is None else self._route
-        return route_own_tokens(self.layout, route, x_TD, indices_TK, weights_TK)
+    def begin(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Callable[[], Tensor]:
+        """See RoutedExperts. The host waits for nothing."""
+        gathering = None if self.layout.ep.group is None else self._gather(x_TD, indices_TK, weights_TK)
+        return functools.partial(self, x_TD, indices_TK, weights_TK, gathering)
 
-    def _route(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, gathering: Gathering | None = None
+    ) -> Tensor:
+        """See RoutedExperts. gathering: what `begin` started."""
+        own, group = own_tokens(self.layout, len(x_TD)), self.layout.ep.group
+        if group is None:
+            y_tD = super().forward(*part_of(own, x_TD, indices_TK, weights_TK))
+        else:
+            gathering = gathering or self._gather(x_TD, indices_TK, weights_TK)
+            rows = gathering.pairs.wait()
+            outputs_PD = self.multiply(rows, rows.dispatch(gathering.x_TD.wait()), gathering.weights_TK.wait())
+            y_tD = add_at_owners(rows.combine(outputs_PD, x_TD.dtype), group, weights_TK.dtype, self.ops)
+        return among_all(y_tD, own, len(x_TD))
+
+    def _gather(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Gathering:
         ep, count = self.layout.ep, self.w13.shape[0]
         assert ep.group is not None
-        all_indices_TK = gather_numbers(indices_TK, ep.group)
-        all_weights_TK, all_x_TD = (GatheredTokens(t, ep.group, self.ops) for t in (weights_TK, x_TD))
-        part = PartOfPermutation(all_indices_TK, range(ep.rank * count, (ep.rank + 1) * count), self.ops)
-        rows = part.wait()
-        parts_TD = rows.combine(self.multiply(rows, rows.dispatch(all_x_TD.wait()), all_weights_TK.wait()), x_TD.dtype)
-        return add_at_owners(parts_TD, ep.group, weights_TK.dtype, self.ops)
+        x_tD, indices_tK, weights_tK = part_of(own_tokens(self.layout, len(x_TD)), x_TD, indices_TK, weights_TK)
+        all_indices_TK = gather_numbers(indices_tK, ep.group)
+        all_weights_TK, all_x_TD = (GatheredTokens(t, ep.group, self.ops) for t in (weights_tK, x_tD))
+        here = range(ep.rank * count, (ep.rank + 1) * count)
+        return Gathering(all_x_TD, all_weights_TK, PartOfPermutation(all_indices_TK, here, self.ops))
 
 
-class DispatchedExperts(nn.Module):
-    """Experts split over the expert group, fed by Megatron's all-to-all. Same signature and result as `Experts`."""
+class DispatchedExperts(RoutedExperts):
+    """Experts split over the expert group, fed by Megatron's all-to-all."""
 
     def __init__(
         self,
@@ -119,8 +149,9 @@ class DispatchedExperts(nn.Module):
         self.groups = ProcessGroupCollection(ep=groups.ep, expt_tp=None, tp_ep=groups.ep)
 
     def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """x [T, d], chosen experts and their weights [T, k] -> weighted sum, fp32 [T, d]."""
-        return route_own_tokens(self.layout, self._route, x_TD, indices_TK, weights_TK)
+        """See RoutedExperts."""
+        own = own_tokens(self.layout, len(x_TD))
+        return among_all(self._route(*part_of(own, x_TD, indices_TK, weights_TK)), own, len(x_TD))
 
     def _route(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
         probs_TE = weights_TK.new_zeros(x_TD.shape[0], self.num_experts).scatter(1, indices_TK, weights_TK)

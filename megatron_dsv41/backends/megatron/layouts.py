@@ -55,15 +55,6 @@ def check_layout(config: DSV41Config, parallel: Parallel) -> None:
         _check_owners(config, parallel.engram)
 
 
-def check_device(parallel: Parallel, device: str) -> None:
-    """ValueError for what `check_layout` allows but processes on a `device`, "cuda" or "cpu", cannot run."""
-    if parallel.overlap_shared_expert and device == "cuda":
-        raise ValueError(
-            "parallel.overlap_shared_expert is refused on GPUs: a run with parallel.ep=2 on two H200s, which reduced "
-            "gradients during its backward pass, came to a halt with it, and why is not known; leave it out"
-        )
-
-
 def _check_owners(config: DSV41Config, owners: int) -> None:
     if not config.engram_layer_ids:
         raise ValueError(f"parallel.engram {owners}: the model has no Engram tables; leave the setting out")

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from megatron_dsv41.backends.megatron.layouts import check_device, check_layout, sequence_pieces
+from megatron_dsv41.backends.megatron.layouts import check_layout, sequence_pieces
 from megatron_dsv41.config import nearest
 from megatron_dsv41.data.packing import Packed
 from megatron_dsv41.modules.primitives import Linear
@@ -21,7 +21,7 @@ from megatron_dsv41.run_config import Engram, Parallel, Recompute
 from megatron_dsv41.testing.parity import ParityCase, Results
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "engram")
-SWITCHES = ("sp", "recompute", "overlap_shared_expert", "gradient_accumulation_fusion")  # recompute alone means block
+SWITCHES = ("sp", "recompute", "gradient_accumulation_fusion")  # recompute alone means block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,6 @@ def start_layout(folder: str | Path, text: str, ops: dict[str, str], device: str
 
     layout = parse_layout(text)
     check_layout(ParityCase.load(folder).config, layout.parallel)
-    check_device(layout.parallel, device)
     size, gpus = layout.world_size, torch.cuda.device_count()
     if device == "cpu" and gpus:
         raise ValueError("--layout with --device cpu where there are GPUs: hide them with CUDA_VISIBLE_DEVICES=")
@@ -122,7 +121,6 @@ class LayoutJob:
 
         self.case, self.groups, parallel, self.device = case, groups, layout.parallel, launch.device()
         check_layout(case.config, parallel)
-        check_device(parallel, self.device.type)
         self.layout = Layout.of(groups, parallel.sp)
         self.config = bare_transformer_config(case.config, phase, parallel, ops, layout.recompute)
         self.config.experimental_attention_variant_loss_scale_func = AuxLoss.set_scale

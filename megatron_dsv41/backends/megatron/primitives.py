@@ -23,7 +23,15 @@ from megatron_dsv41.backends.megatron.recompute import run_kept
 from megatron_dsv41.backends.te.machine import low_precision
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.modules.engram import draw_rows
-from megatron_dsv41.modules.primitives import GroupedLinear, Head, Linear, Norm, Table, TorchPrimitives
+from megatron_dsv41.modules.primitives import (
+    GroupedLinear,
+    Head,
+    Linear,
+    Norm,
+    RoutedExperts,
+    Table,
+    TorchPrimitives,
+)
 from megatron_dsv41.ops.documents import Groups
 from megatron_dsv41.ops.head.ref import VocabularyPart
 from megatron_dsv41.ops.registry import Ops
@@ -109,7 +117,7 @@ class MegatronPrimitives(TorchPrimitives):
             head.part = VocabularyPart(tp.rank * head.weight.shape[0], **reduce)
         return head
 
-    def experts(self, config: DSV41Config) -> nn.Module:
+    def experts(self, config: DSV41Config) -> RoutedExperts:
         """Experts are split over ep, their inner width over the expert tensor group."""
         if self.layout.ep.size == 1 and self.layout.etp.size == self.layout.tp.size:
             return LocalExperts(config, self.dtype, self.ops, self.layout)
@@ -155,22 +163,6 @@ class MegatronPrimitives(TorchPrimitives):
         """Made again in backward with `train.recompute: selective`."""
         return run_kept(self.megatron.recompute_kind != "selective", function, *values)
 
-    def both(
-        self, x: Tensor, communicates: Callable[[Tensor], Tensor], computes: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """With `parallel.overlap_shared_expert` at once; autograd runs each backward on its forward's stream."""
-        if not self.megatron.overlap_shared_expert:
-            return super().both(x, communicates, computes)
-        here, beside = torch.cuda.current_stream(), _stream_beside(torch.cuda.current_device())
-        beside.wait_stream(here)
-        x.record_stream(beside)  # what backward keeps of it is read there, and may be freed here before
-        with torch.cuda.stream(beside):
-            computed = computes(x)
-        communicated = communicates(x)
-        here.wait_stream(beside)
-        computed.record_stream(here)
-        return communicated, computed
-
     def _cut(self, part: nn.Module, role: str, dim: int | None) -> None:
         weight: Tensor = part.weight.data  # type: ignore[assignment]
         cuts = ()
@@ -192,12 +184,6 @@ class SplitEmbedding(Table):
         local = ids - self.part * rows
         outside = (local < 0) | (local >= rows)
         return F.embedding(local.masked_fill(outside, 0), self.weight).masked_fill(outside[..., None], 0.0)
-
-
-@functools.cache
-def _stream_beside(device: Any) -> torch.cuda.Stream:
-    """One for all layers: memory that is freed on a stream is used again on that stream alone."""
-    return torch.cuda.Stream(device)
 
 
 def _between_sites(role: str) -> bool:

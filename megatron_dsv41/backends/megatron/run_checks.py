@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_dsv41.backends.megatron import checkpoints, launch, settings
+from megatron_dsv41.backends.megatron import checkpoints, settings
 from megatron_dsv41.backends.megatron.config import check_megatron_settings
 from megatron_dsv41.backends.megatron.initial import open_weights
-from megatron_dsv41.backends.megatron.layouts import check_device
 from megatron_dsv41.backends.te.machine import check_here
 from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.checkpoint.team import Team
@@ -52,7 +51,6 @@ def check_settings(run: Run) -> int:
     data_parallel_size = settings.check_settings(run, torch.distributed.get_world_size())
     check_megatron_settings(run)
     check_here(run.precision)
-    check_device(run.parallel, launch.device().type)
     if run.parallel.reduce_sms is not None and not torch.cuda.is_available():
         raise ValueError("parallel.reduce_sms is for sums over NCCL on GPUs, and there is none here: leave it out")
     Ops(run.ops)

@@ -156,6 +156,28 @@ def test_recomputed_is_the_same():
         assert len(other[-1]) == 3  # the inputs alone
 
 
+def begun_and_called(kind):
+    """On a rank: the output begun and called, the output called at once, and how often the module's hooks ran.
+
+    Megatron gathers updated parameters in hooks before a module's forward pass.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    experts, indices = gathered_experts(size, torch.float32, None), routing(kind, size)
+    x, weights, *_ = values(size, torch.float32)
+    own, calls = slice(rank * T, (rank + 1) * T), []
+    experts.register_forward_pre_hook(lambda module, arguments: calls.append(len(calls)))
+    operands = (x[own], indices[own], weights[own, : indices.shape[1]])
+    finish = experts.begin(*operands)
+    assert not calls
+    return finish(), experts(*operands), calls
+
+
+@pytest.mark.parametrize("kind", ["even", "one rank idle"])
+def test_what_begins_ends_as_the_call(kind):
+    for begun, called, calls in run_ranks(begun_and_called, 2, kind):
+        assert torch.equal(begun, called) and calls == [0, 1]
+
+
 @pytest.mark.parametrize("dispatcher", ["auto", "alltoall", "allgather"])
 def test_auto_gathers_where_that_sends_no_more(dispatcher):
     from megatron_dsv41.run_config import Parallel

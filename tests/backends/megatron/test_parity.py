@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dsv41.backends.megatron.parity import parse_layout, run_layouts, start_layout
+from megatron_dsv41.backends.megatron.parity import parse_layout, run_layouts
 from megatron_dsv41.cli import main
 from megatron_dsv41.testing.distributed import run_ranks
 from megatron_dsv41.testing.layouts import FOUR_CUTS, FOUR_RANKS, SAMPLE, SAMPLE_CUTS, TWO_CUTS, TWO_RANKS, cut
@@ -96,9 +96,3 @@ def test_command_starts_the_processes_itself(capsys):
 def test_impossible_layouts(layout, message, capsys):
     assert main(["parity", str(CASES / "text_fp32"), "--layout", layout]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("layout", ["ep=2,overlap_shared_expert", "ep=4,overlap_shared_expert,dispatcher=alltoall"])
-def test_the_shared_expert_beside_the_others_is_refused_on_gpus(layout):
-    with pytest.raises(ValueError, match=r"parallel\.overlap_shared_expert is refused on GPUs"):
-        start_layout(CASES / "text_fp32", layout, {}, "cuda")

@@ -81,12 +81,6 @@ def test_settings(home):
         assert message is not None and expected in message, f"{override}: {message}"
 
 
-@pytest.mark.gpu
-def test_the_shared_expert_beside_the_others_on_a_gpu(home):
-    ((message,),) = run_ranks(refusals, 1, home, ["parallel.overlap_shared_expert=true"], device="cuda")
-    assert message is not None and "parallel.overlap_shared_expert is refused on GPUs" in message
-
-
 @pytest.mark.parametrize(("layout", "rank"), [("E|ttttttttL", 0), ("Etttttttt|L", 1)])
 def test_a_pipeline_rank_without_layers(home, layout, rank):
     stages = ("parallel.pp=2", f"parallel.layout={layout}")
