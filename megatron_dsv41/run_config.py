@@ -358,6 +358,10 @@ class Run:
             start = end
         return tuple(legs)
 
+    def asks_megatron(self, switch: str) -> bool:
+        """Whether a switch of `megatron`, named with underscores, is on; the file may spell it with hyphens."""
+        return any(self.megatron.get(name) for name in (switch, switch.replace("_", "-")))
+
     def leg_of(self, step: int) -> Leg:
         """The phase that step number `step` is of, counted from 1; steps after the last phase are of the last."""
         return next((leg for leg in self.legs if step <= leg.end), self.legs[-1])

@@ -60,7 +60,7 @@ class RunScheduler(OptimizerParamScheduler):
 
 def check_thawing(run: Run) -> None:
     """ValueError when Megatron would wait for gradients that a phase does not compute."""
-    overlaps = any(run.megatron.get(name) for name in ("overlap_grad_reduce", "overlap-grad-reduce"))
+    overlaps = run.asks_megatron("overlap_grad_reduce")
     if overlaps and len({leg.run.phase.index_loss == "off" for leg in run.legs}) > 1:
         raise ValueError(
             "megatron.overlap_grad_reduce waits for every parameter's gradient, but phases without index_loss give the "

@@ -77,7 +77,7 @@ def refuse_unsupported(run: Run) -> None:
             "optimizer.name=published"
         )
     crossings = plan_crossings(config, run.phase, parallel, run.batch.micro, seq)
-    gathers_late = any(run.megatron.get(name) for name in ("overlap_param_gather", "overlap-param-gather"))
+    gathers_late = run.asks_megatron("overlap_param_gather")
     if gathers_late and any(crossing.shadows for crossing in crossings):
         raise ValueError(
             "megatron.overlap_param_gather updates weights after the step has ended, when shadow indexers have taken "
@@ -96,7 +96,7 @@ def check_rounding(run: Run) -> None:
             f"phase.quantized_weights needs train.precision=bf16, got {run.train.precision}: the optimizer then keeps "
             "fp32 weights beside the rounded ones"
         )
-    if any(run.megatron.get(name) for name in ("overlap_param_gather", "overlap-param-gather")):
+    if run.asks_megatron("overlap_param_gather"):
         raise ValueError(
             "phase.quantized_weights rounds after a step has ended: leave megatron.overlap_param_gather out"
         )
@@ -109,7 +109,7 @@ def check_reduction(run: Run) -> None:
         return
     if room > MOST_REDUCE_SMS:
         raise ValueError(f"parallel.reduce_sms must be at most {MOST_REDUCE_SMS}, got {room}: products need the others")
-    if not any(run.megatron.get(name) for name in ("overlap_grad_reduce", "overlap-grad-reduce")):
+    if not run.asks_megatron("overlap_grad_reduce"):
         raise ValueError(
             "parallel.reduce_sms leaves room to sums of gradients that run beside the backward pass: set "
             "megatron.overlap_grad_reduce=true too"
