@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_dsv41.data.check import check_prepared, open_tokens
 from megatron_dsv41.data.packing import pack
-from megatron_dsv41.data.prepared import mask_prefix, prepared_paths
+from megatron_dsv41.data.prepared import has_mask, mask_prefix
 from megatron_dsv41.modules.transformer import Transformer, make_batch
 
 
@@ -79,12 +79,13 @@ def evaluate(
 
 def _trained(prefix: str | Path, size: int) -> np.ndarray:
     """Which of the first tokens count, 0 or 1 [size]: all, or what the loss mask beside them says."""
-    mask = mask_prefix(prefix)
-    if not prepared_paths(mask).bin.is_file():
-        return np.ones(size, dtype=np.uint8)
-    trained = open_tokens(mask).tokens
+    if not has_mask(prefix):
+        return np.broadcast_to(np.uint8(1), size)  # of one byte, whatever the size
+    trained = open_tokens(mask_prefix(prefix)).tokens
     if len(trained) < size:
-        raise ValueError(f"{mask}.bin is of {len(trained)} tokens, {prefix} has {size} or more: run dsv41 prep again")
+        raise ValueError(
+            f"{mask_prefix(prefix)}.bin is of {len(trained)} tokens, {prefix} has {size} or more: run dsv41 prep again"
+        )
     return trained[:size]
 
 

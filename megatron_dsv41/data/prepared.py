@@ -35,6 +35,12 @@ def mask_prefix(prefix: str | Path) -> Path:
     return Path(f"{prefix}.mask")
 
 
+def has_mask(prefix: str | Path) -> bool:
+    """Whether there is one, or a part of one, which whoever opens it then finds."""
+    files = prepared_paths(mask_prefix(prefix))
+    return files.bin.is_file() or files.idx.is_file()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sidecar:
     """What PREFIX.json holds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from torch import Tensor
 
 from megatron_dsv41.data.best_fit import Epoch, cut, draw_epoch, fit
-from megatron_dsv41.data.prepared import mask_prefix
+from megatron_dsv41.data.prepared import has_mask, mask_prefix
 
 
 class BestFitDataset(MegatronDataset):
@@ -33,8 +32,8 @@ class BestFitDataset(MegatronDataset):
         self.pieces = cut(lengths, self.capacity)
         self.bins = fit(self.pieces.length, self.capacity)
         self.ends = lengths.astype(np.int64)
-        mask = mask_prefix(self.dataset_path or "")
-        self.mask = IndexedDataset(str(mask)) if Path(f"{mask}.idx").is_file() else None
+        prefix = self.dataset_path or ""
+        self.mask = IndexedDataset(str(mask_prefix(prefix))) if has_mask(prefix) else None
         self._epoch: tuple[int, Epoch] | None = None
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.checkpoint.team import Team
 from megatron_dsv41.data.check import check_prepared
 from megatron_dsv41.data.files import write_whole
-from megatron_dsv41.data.prepared import cache_key, mask_prefix, prepared_paths
+from megatron_dsv41.data.prepared import cache_key, has_mask, prepared_paths
 from megatron_dsv41.data.token_map import load_token_map
 from megatron_dsv41.data.tokenizer import open_tokenizer
 from megatron_dsv41.experiments.flops import count_parameters
@@ -155,7 +155,7 @@ def open_corpus(run: Run) -> Corpus:
     lengths: dict[str, int] = {}
     for data in (leg.run.data for leg in run.legs):
         for prefix in (*data.train, *data.valid):
-            if data.packing != "best_fit" and prepared_paths(mask_prefix(prefix)).bin.is_file():
+            if data.packing != "best_fit" and has_mask(prefix):
                 raise ValueError(
                     f"{prefix} has a loss mask, which data.packing={data.packing} does not read: set "
                     "data.packing=best_fit"
