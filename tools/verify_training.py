@@ -30,7 +30,7 @@ import torch
 
 from megatron_dsv41.backends.megatron import launch
 from megatron_dsv41.experiments.tracking import read_metrics
-from megatron_dsv41.testing.bench import FASTEST, table
+from megatron_dsv41.testing.bench import FASTEST, table, visible_gpus
 from megatron_dsv41.testing.noise import noise_band, nudge
 from megatron_dsv41.testing.tiny import KERNEL_WIDTHS
 from megatron_dsv41.testing.tiny_run import tiny_run, write_corpus
@@ -245,13 +245,6 @@ def train(folder: Path, job: Job, settings: list[str]) -> None:
     if job.seed is not None:
         created.model_config.pre_wrap_hooks.append(move)
     created.pretrain()
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none where they are hidden."""
-    count = torch.cuda.device_count()
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return named[:count] or [str(number) for number in range(count)]
 
 
 def _device() -> str:

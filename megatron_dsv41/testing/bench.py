@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,13 @@ class Timing(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none where they are hidden."""
+    count = torch.cuda.device_count()
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named[:count] or [str(number) for number in range(count)]
 
 
 def device_ms(*calls: Callable[[], object], repeats: int = 7, span_ms: float = 20.0) -> Timing:
