@@ -25,6 +25,7 @@ from megatron_dsv41.precision import Precision
 from megatron_dsv41.recipes import on_recipe
 from megatron_dsv41.typed_yaml import apply_override, build, copied, plain, read_yaml
 
+RUN_FILE = "run.yaml"
 Recompute = Literal["none", "selective", "block", "full"]
 
 
@@ -188,7 +189,7 @@ class Train:
     seed: int = 1
     precision: Literal["fp32", "bf16"] = "bf16"
     recompute: Recompute = "none"  # selective: what is as wide as all heads; full: a pipeline stage as one
-    init_from: str | None = None  # a released, native or distributed folder (docs/checkpoints.md); None: from scratch
+    init_from: str | None = None  # a run's, released, native or distributed folder (docs/checkpoints.md); None: scratch
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.tokens is not None:
@@ -444,6 +445,11 @@ class Leg:
     def steps(self) -> int:
         """Its own steps."""
         return self.end - self.start
+
+
+def is_run(folder: str | Path) -> bool:
+    """Whether a folder is what `dsv41 train` leaves: a run's checkpoints beside its run file."""
+    return (Path(folder) / RUN_FILE).is_file()
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dsv41.cli import convert_layout, convert_processes
+from megatron_dsv41.run_config import is_run
 
 if TYPE_CHECKING:
     from megatron_dsv41.checkpoint.pieces import Effort
@@ -148,7 +149,7 @@ def _export(args: argparse.Namespace, team: Team) -> int:
         "effort": _effort(args),
         "team": team,
     }
-    if (Path(args.src) / "run.yaml").is_file():
+    if is_run(args.src):
         from megatron_dsv41.backends.megatron.run_export import export_run
 
         step, missing = export_run(args.src, args.dst, step=args.step, like=args.like, **options)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dsv41.cli.devices import check_device
+from megatron_dsv41.run_config import is_run
 
 HELP = "loss and bits per byte of a checkpoint on prepared data, per domain"
 
@@ -65,7 +66,7 @@ def open_checkpoint(path: Path, step: int | None) -> tuple[Any, Any, Any]:
     """
     from megatron_dsv41.checkpoint.convert import open_source
 
-    if (path / "run.yaml").is_file():
+    if is_run(path):
         from megatron_dsv41.backends.megatron.run_source import RunSource
 
         found = RunSource(path, step)

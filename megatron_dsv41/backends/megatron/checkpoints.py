@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,12 @@ _held: dict[Path, TextIO] = {}
 def checkpoint_path(folder: str | Path, step: int) -> Path:
     """Where the checkpoint of `step` lies."""
     return Path(folder) / f"iter_{step:07d}"
+
+
+def checkpoint_step(path: str | Path) -> int | None:
+    """The step of a checkpoint's folder, by its name; None where it is not one's."""
+    match = re.fullmatch(r"iter_([0-9]+)", Path(path).name)
+    return int(match[1]) if match else None
 
 
 def complete_steps(folder: str | Path) -> list[int]:
@@ -70,9 +77,9 @@ def refuse_damaged(folder: str | Path, step: int | None = None) -> None:
 def _published_steps(folder: str | Path) -> list[int]:
     found: list[int] = []
     for path in Path(folder).glob("iter_*"):
-        digits = path.name.removeprefix("iter_")
-        if digits.isdigit() and all((path / part).is_file() for part in (".metadata", "metadata.json")):
-            found.append(int(digits))
+        step = checkpoint_step(path)
+        if step is not None and all((path / part).is_file() for part in (".metadata", "metadata.json")):
+            found.append(step)
     return sorted(found)
 
 

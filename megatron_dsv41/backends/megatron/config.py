@@ -44,7 +44,7 @@ REFUSED = {
     "optimizer": "set optimizer.name",
     "use-distributed-optimizer": "optimizer.name decides: ours divides its state itself and needs whole gradients",
     "save": "set checkpoint.folder",
-    "load": "set checkpoint.folder, or train.init_from to start from released weights",
+    "load": "set checkpoint.folder, or train.init_from to start from other weights",
     "ckpt-format": "checkpoints are torch_dist",
     "dataloader-type": "the trainer feeds its own micro-batches",
     "use-megatron-fsdp": "the distributed optimizer shards state; FSDP would shard parameters the model reads by name",

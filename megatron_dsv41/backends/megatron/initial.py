@@ -1,4 +1,4 @@
-"""Start from released or imported weights instead of random ones."""
+"""Start from released or imported weights, or from another run's, instead of random ones."""
 
 from __future__ import annotations
 
@@ -7,25 +7,43 @@ from typing import Any
 
 import torch
 
+from megatron_dsv41.backends.megatron.checkpoints import stored_hash
+from megatron_dsv41.backends.megatron.run_source import RunSource, run_and_step
 from megatron_dsv41.backends.megatron.shadows import logical_state
 from megatron_dsv41.backends.megatron.state_dict import local_cut
 from megatron_dsv41.checkpoint.convert import open_source
+from megatron_dsv41.checkpoint.inventory import check_native, refuse
+from megatron_dsv41.checkpoint.mapping import bind
 from megatron_dsv41.checkpoint.pieces import row_pieces
 from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.config import DSV41Config
 
 
-def open_weights(path: str | Path, config: DSV41Config) -> StateSource:
-    """A folder in the released layout, or what `dsv41 convert import` wrote. ValueError listing what does not fit."""
+def weights_folder(path: str | Path) -> Path:
+    """What `train.init_from` names now: the newest complete checkpoint of a run, any other folder as it is.
+
+    ValueError where there is none, or the run's newest checkpoint is damaged.
+    """
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"train.init_from {path} is not a folder with a checkpoint")
-    if (path / "run.yaml").is_file():
-        raise ValueError(
-            f"train.init_from {path} is a training run: write its weights with `dsv41 convert export {path} DST`, and "
-            "start from DST"
-        )
-    return open_source(path, config)
+    found = run_and_step(path)
+    return path if found is None else RunSource(*found).path
+
+
+def open_weights(folder: Path, config: DSV41Config) -> StateSource:
+    """A folder that `weights_folder` found: released, imported, or a run's checkpoint. ValueError for another model."""
+    found = run_and_step(folder)
+    source = open_source(folder, config) if found is None else RunSource(*found)
+    refuse(folder, check_native({name: source.shape(name) for name in source.names()}, bind(config)))
+    return source
+
+
+def hash_digest(source: StateSource) -> str | None:
+    """The digest of the Engram hash constants that weights were trained with; None where it was not kept."""
+    if isinstance(source, RunSource):
+        return stored_hash(source.path)
+    return getattr(getattr(source, "record", None), "hash_digest", None)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from megatron_dsv41.backends.megatron import checkpoints, settings
 from megatron_dsv41.backends.megatron.config import check_megatron_settings
-from megatron_dsv41.backends.megatron.initial import open_weights
+from megatron_dsv41.backends.megatron.initial import hash_digest, open_weights, weights_folder
+from megatron_dsv41.backends.megatron.run_source import START_FILE, start_record
 from megatron_dsv41.backends.te.machine import check_here
 from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.checkpoint.team import Team
@@ -44,6 +46,7 @@ class Checked:
     data_parallel_size: int
     resume_step: int | None
     weights: StateSource | None  # what to start from
+    start: Path | None  # where that lies
 
 
 def check_settings(run: Run) -> int:
@@ -63,13 +66,14 @@ def check(leg: Leg) -> Checked:
     data_parallel_size = check_settings(run)
     corpus = on_first(lambda: open_corpus(whole))
     resume_step = on_first(lambda: _open_run(whole, leg.start))
-    weights = None
+    weights = start = None
     if run.train.init_from and resume_step is None:
-        weights = open_weights(run.train.init_from, run.architecture())
-        check_same_hash(getattr(getattr(weights, "record", None), "hash_digest", None), corpus, run.train.init_from)
+        start = on_first(lambda: weights_folder(str(run.train.init_from)))  # a run may save a step meanwhile
+        weights = open_weights(start, run.architecture())
+        check_same_hash(hash_digest(weights), corpus, str(start))
     if resume_step is None:
-        on_first(lambda: record_run(whole))
-    return Checked(corpus, data_parallel_size, resume_step, weights)
+        on_first(lambda: _record_start(whole, start))
+    return Checked(corpus, data_parallel_size, resume_step, weights, start)
 
 
 def _open_run(run: Run, start: int) -> int | None:
@@ -91,6 +95,21 @@ def record_run(run: Run) -> None:
     """What the folder holds from here on. On a resume only after its checkpoint was found to fit."""
     folder = Path(run.checkpoint.folder)
     write_whole(folder / "run.yaml", run.to_yaml().encode())
+
+
+def _record_start(run: Run, weights: Path | None) -> None:
+    """What the folder holds of a run that begins: its run file and where its weights come from.
+
+    ValueError when exports are to be stored as an origin that there is not: an earlier run started from scratch.
+    """
+    record = start_record(weights)
+    if run.checkpoint.export_storage == "source" and json.loads(record)["origin"] is None:
+        raise ValueError(
+            f"checkpoint.export_storage source keeps the storage of what train.init_from {run.train.init_from} was "
+            "imported from, and that run started from scratch: choose released, bf16 or fp32"
+        )
+    write_whole(Path(run.checkpoint.folder) / START_FILE, record.encode())
+    record_run(run)
 
 
 def check_same_hash(stored: str | None, corpus: Corpus, where: str) -> None:
@@ -133,13 +152,13 @@ def _check_same_optimizer(run: Run, stored: Path) -> None:
         if was != now:
             raise ValueError(
                 f"checkpoint.folder {stored.parent} was trained with {setting}={was}, whose state {setting}={now} "
-                f"cannot continue: set {setting}={was}, or export its weights and start another folder "
-                "from them with train.init_from"
+                f"cannot continue: set {setting}={was}, or start another folder from its weights with "
+                f"train.init_from={stored.parent}"
             )
     if _trains_indexers(run) and not _trains_indexers(before):
         raise ValueError(
             f"checkpoint.folder {stored.parent} was trained with phase.index_loss=off, and holds no optimizer state of "
-            "indexers: export its weights and start another folder from them with train.init_from; within one run, "
+            f"indexers: start another folder from its weights with train.init_from={stored.parent}; within one run, "
             "list its phases"
         )
 

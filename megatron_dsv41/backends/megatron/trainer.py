@@ -66,7 +66,7 @@ class Trainer:
     def __init__(self, leg: Leg, checked: Checked):
         self.leg, self.run, self.stopped = leg, leg.run, False
         run = self.run
-        self.corpus, self.resume_step = checked.corpus, checked.resume_step
+        self.corpus, self.resume_step, self.start = checked.corpus, checked.resume_step, checked.start
         corpus, resume_step = self.corpus, self.resume_step
         self.architecture = run.architecture()
         self.arguments = parse_megatron(run, checked.data_parallel_size)
@@ -337,7 +337,7 @@ class Trainer:
         run, world = self.run, torch.distributed.get_world_size()
         sizes = dataclasses.asdict(run.parallel) | {"etp": run.parallel.expert_tp}
         split = " ".join(f"{axis} {sizes[axis]}" for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"))
-        start = f"step {self.resume_step}" if self.resume_step else run.train.init_from or "scratch"
+        start = f"step {self.resume_step}" if self.resume_step else self.start or "scratch"
         phase = f"phase {self.leg.name}: steps {self.leg.start + 1} to {self.leg.end}\n" if self.leg.name else ""
         return phase + (
             f"{count_parameters(self.architecture).backbone:,} backbone parameters, {run.train.precision}, "

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_dsv41 import presets
+from megatron_dsv41.backends.megatron.run_export import export_run
+from megatron_dsv41.backends.megatron.run_source import RunSource
 from megatron_dsv41.checkpoint.convert import import_checkpoint, load_released
 from megatron_dsv41.checkpoint.shares import Layout
+from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.run_config import Checkpoint
 from megatron_dsv41.testing.distributed import run_ranks
 from megatron_dsv41.testing.released import folder_bytes, write_released
@@ -37,6 +41,23 @@ def train(folder, *overrides):
     from megatron_dsv41.backends.megatron.train import train
 
     return train(tiny_run(folder, *overrides))
+
+
+def train_and_count(folder, *overrides):
+    """On a rank: the bytes that it reads to start from a run."""
+    from megatron_dsv41.backends.megatron import trainer
+    from megatron_dsv41.backends.megatron.initial import load_weights
+
+    read: list[int] = []
+
+    def load(stages, source):
+        result = load_weights(stages, source)
+        read.append(source.bytes_read)
+        return result
+
+    trainer.load_weights = load
+    assert train(folder, *overrides) == 0
+    return sum(read)
 
 
 def drop_negative_zeros(tensors) -> None:
@@ -70,6 +91,39 @@ def test_training_starts_from_and_exports_to_the_released_layout(home, name, sta
     exports = [path.name for path in (run / "exports").iterdir()]
     assert exports == ["step_0000002"]
     assert folder_bytes(run / "exports" / exports[0]) == folder_bytes(home / "released")
+
+
+def test_a_run_starts_from_another_as_from_its_export(home):
+    """In another layout, with tables that groups own: the same bits, and no rank reads what it does not hold."""
+    work = ("train.precision=bf16", "train.steps=2", "checkpoint.interval=1", "batch.micro=1")
+    first, exported = home / "first", home / "exported"
+    settings = (*work, "parallel.ep=2", "parallel.engram=2", f"checkpoint.folder={first}")
+    assert run_ranks(train, 2, home, *settings) == [0, 0]
+    assert export_run(first, exported, storage="bf16")[0] == 2
+    bytes_read = {}
+    for start in (first, exported):
+        settings = (*work, "parallel.pp=2", f"checkpoint.folder={home / start.name}-on", f"train.init_from={start}")
+        bytes_read[start.name] = run_ranks(train_and_count if start is first else train, 2, home, *settings)
+    on, same, whole = (RunSource(home / name) for name in ("first-on", "exported-on", "first"))
+    assert all(torch.equal(on.read(name), same.read(name)) for name in on.names())
+    before, losses, expected = (
+        [row["loss"] for row in read_metrics(source.path.parent)] for source in (whole, on, same)
+    )
+    assert losses == expected and losses[0] < before[1]
+    stored = sum(whole.read(name).nbytes for name in whole.names())
+    assert sum(bytes_read["first"]) == stored and max(bytes_read["first"]) < 0.7 * stored
+
+
+def test_exports_of_a_run_that_started_from_a_run_lead_back_to_the_release(home):
+    still, first, second = (*STILL, "checkpoint.interval=1"), home / "still", home / "still-on"
+    settings = (f"checkpoint.folder={first}", f"train.init_from={home / 'released'}", *LAYOUTS["ep2"])
+    assert run_ranks(train, 2, home, *still, *settings) == [0, 0]
+    settings = (f"checkpoint.folder={second}", f"train.init_from={first}", "checkpoint.export_interval=2")
+    assert run_ranks(train, 2, home, *still, *settings, "checkpoint.export_storage=source") == [0, 0]
+    assert folder_bytes(second / "exports" / "step_0000002") == folder_bytes(home / "released")
+    shutil.rmtree(first)
+    export_run(second, home / "later")
+    assert folder_bytes(home / "later") == folder_bytes(home / "released")
 
 
 def load_with_megatron(path: Path):

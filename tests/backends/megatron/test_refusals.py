@@ -102,6 +102,9 @@ def test_folders_and_files(home, tmp_path):
     content = paths.bin.read_bytes()
     paths.bin.write_bytes(content[:-10])
     fresh = f"checkpoint.folder={tmp_path / 'new'}"
+    other = write_corpus(tmp_path / "other" / "train", first_class=1)
+    (tmp_path / "begun").mkdir()
+    shutil.copy(home / "run" / "run.yaml", tmp_path / "begun")
     messages = run_ranks(
         refusals,
         1,
@@ -109,7 +112,11 @@ def test_folders_and_files(home, tmp_path):
         [f"checkpoint.folder={tmp_path / 'full'}"],
         [f"checkpoint.folder={tmp_path / 'file'}"],
         [fresh, "train.init_from=nowhere"],
-        [fresh, f"train.init_from={home / 'run'}"],
+        [fresh, f"train.init_from={home / 'run' / 'iter_0000009'}"],
+        [fresh, f"train.init_from={tmp_path / 'begun'}"],
+        [fresh, f"train.init_from={home / 'run'}", "model.overrides.moe_intermediate_size=8"],
+        [fresh, f"train.init_from={home / 'run'}", f"data.train={other}"],
+        [fresh, f"train.init_from={home / 'run'}", "checkpoint.export_storage=source"],
         [fresh, f"data.train={data}"],
     )[0]
     for expected, message in zip(
@@ -117,7 +124,11 @@ def test_folders_and_files(home, tmp_path):
             "holds no run of this program",
             "is a file",
             "nowhere is not a folder",
-            "is a training run: write its weights with `dsv41 convert export",
+            "iter_0000009 is not a folder",
+            "begun has no complete checkpoint yet",
+            "iter_0000002: tensors do not fit the config (40 misshapen)",
+            "iter_0000002 was trained with Engram hash constants",
+            "and that run started from scratch: choose released, bf16 or fp32",
             "train.bin is cut off",
         ],
         messages,

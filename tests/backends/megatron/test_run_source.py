@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_dsv41 import presets
 from megatron_dsv41.backends.megatron.checkpoints import complete_steps, open_folder
-from megatron_dsv41.backends.megatron.run_source import RunSource
+from megatron_dsv41.backends.megatron.run_source import RunSource, origin_of, run_and_step, start_record
 from megatron_dsv41.checkpoint.convert import export_checkpoint, load_released
 from megatron_dsv41.checkpoint.mapping import bind
 from megatron_dsv41.run_config import run_from_dict
@@ -101,3 +103,29 @@ def test_files_beside_the_tensors_are_missed_too(tmp_path):
     assert complete_steps(tmp_path) == [1]
     (path / "common.pt").unlink()
     assert complete_steps(tmp_path) == []
+
+
+def test_a_run_is_named_by_its_folder_or_by_a_checkpoint(tmp_path):
+    for name in ("run", "iter_0000007"):  # a run may be called what it likes
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name)
+        assert run_and_step(tmp_path / name) == (tmp_path / name, None)
+    assert run_and_step(tmp_path / "run" / "iter_0000001") == (tmp_path / "run", 1)
+    for other in ("run/exports", "run/iter_0000001/__0_0.distcp", "iter_0000008", "run/iter_1x"):
+        assert run_and_step(tmp_path / other) is None
+
+
+def test_the_origin_of_runs_that_started_from_runs(tmp_path):
+    """Each start is recorded while the run before it is there; a run without a record is of its run file's start."""
+    before = {"b": "a/iter_0000001", "c": "b", "e": "d"}
+    for name, start in {"a": "hub", "b": before["b"], "c": "b", "d": None, "e": "d"}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        run = run_from_dict(RUN, () if start is None else (f"train.init_from={start}",))
+        (folder / "run.yaml").write_text(run.to_yaml())
+        if name in before:
+            (folder / "started_from.json").write_text(start_record(tmp_path / start))
+    shutil.rmtree(tmp_path / "b")
+    assert [origin_of(tmp_path / name) for name in "acde"] == ["hub", "hub", None, None]
+    assert start_record(Path("hub")) == '{"weights": "hub", "origin": "hub"}\n'
+    assert start_record(None) == '{"weights": null, "origin": null}\n'
