@@ -312,10 +312,12 @@ def planned_run(case: Case, run: Run) -> dict[str, Any]:
 def planned_memory(case: Case, run: Run, updates: bool) -> list[float]:
     """Bytes of a rank of every pipeline stage, as `dsv41 plan` says; without optimizer state where nothing updates."""
     planned = planned_run(case, run)
-    parts = ("weights", "gradients", "activations", *(("optimizer",) if updates else ()))
-    owned = ("served", "master", "step", *(("state",) if updates else ()))
-    tables = sum(table[part] for table in planned.get("engram", ()) for part in owned)
-    return [sum(stage[part] for part in parts) + tables for stage in planned["memory"]["stages"]]
+
+    def without_updates(stage: dict[str, Any]) -> float:
+        state = stage["engram"]["state"] if not stage["engram"]["in_host"] else 0.0
+        return stage["total"] - stage["optimizer"] - state
+
+    return [stage["total"] if updates else without_updates(stage) for stage in planned["memory"]["stages"]]
 
 
 def planned_traffic(case: Case, run: Run) -> list[dict[str, float]]:

@@ -13,7 +13,6 @@ from typing import Any
 from megatron_dsv41.backends.megatron.layouts import crossing_planner, stage_layers
 from megatron_dsv41.backends.megatron.settings import check_settings
 from megatron_dsv41.experiments.communication import Stage
-from megatron_dsv41.experiments.engram_memory import ELEMENT_BYTES, owner_memory
 from megatron_dsv41.experiments.memory import Layout
 from megatron_dsv41.experiments.planning import (
     describe_cut,
@@ -24,7 +23,7 @@ from megatron_dsv41.experiments.planning import (
     describe_traffic,
 )
 from megatron_dsv41.experiments.run_flops import RunFlops, training_flops_per_token
-from megatron_dsv41.optim.groups import group_parameters
+from megatron_dsv41.optim.groups import ENGRAM_TABLE, group_parameters
 from megatron_dsv41.presets import PRESETS
 from megatron_dsv41.recipes import RECIPES
 from megatron_dsv41.run_config import Batch, Leg, Parallel, Run, load_run, run_from_dict
@@ -76,13 +75,10 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
     report = describe_model(config, first.phase, first.data.seq_length)
     if planned.optimizer.name != "adamw":
         report["optimizer"] = groups = _describe_updates(planned)
-        state = sum(group["state_bytes"] * group["parameters"] for group in groups)
-        layout = dataclasses.replace(layout, state_bytes=state / sum(group["parameters"] for group in groups))
+        layout = dataclasses.replace(layout, state_bytes=_mean_state(groups, layout.tables is not None))
     report["memory"] = describe_memory(config, layout)
     if first.precision.name is not None:
         report["precision"] = describe_precision(config, first.precision, first.parallel.tp)
-    if planned.parallel.engram is not None:
-        report["engram"] = _describe_owners(planned, layout)
     if planned.phases:
         report["phases"] = [_describe_leg(leg, ranks, layout.state_bytes) for leg in planned.legs]
     report |= _describe_communication(first)
@@ -114,7 +110,7 @@ def _describe_leg(leg: Leg, ranks: int, state_bytes: float | None) -> dict[str, 
         "sequences": run.sequences_per_step,
         "learning_rate": [leg.whole.learning_rate(leg.start), leg.whole.learning_rate(leg.end - 1)],
         "layout": memory["layout"],
-        "gigabytes": max(stage["total"] for stage in memory["stages"]) / 1e9,
+        "gigabytes": memory["largest"] / 1e9,
         "flops": leg.steps * run.tokens_per_step * training_flops_per_token(run),
         "changes": phase.changes(),
     }
@@ -138,17 +134,11 @@ def _describe_communication(planned: Run) -> dict[str, Any]:
     return {"cuts": rows, "traffic": describe_traffic(config, phase, parallel, planner.lengths, described)}
 
 
-def _describe_owners(planned: Run, layout: Layout) -> list[dict[str, Any]]:
-    settings, adamw = planned.engram, planned.optimizer.name != "published"
-    tables = owner_memory(
-        planned.architecture(),
-        layout,
-        table=planned.engram_table,
-        master=settings.master,
-        state_bytes=8 if adamw else ELEMENT_BYTES[planned.optimizer.momentum_dtype],
-        window=settings.window,
-    )
-    return [dataclasses.asdict(table) | {"total": table.total} for table in tables]
+def _mean_state(groups: list[dict[str, Any]], owned: bool) -> float:
+    """Bytes of optimizer state per parameter, on average; owned tables are counted on their own."""
+    counted = [group for group in groups if not (owned and group["role"] == ENGRAM_TABLE)]
+    state = sum(group["state_bytes"] * group["parameters"] for group in counted)
+    return state / sum(group["parameters"] for group in counted)
 
 
 def _describe_updates(planned: Run) -> list[dict[str, Any]]:
@@ -218,7 +208,7 @@ def _print(report: dict[str, Any]) -> None:
     for title, table in (
         ("Layers", _layer_table(report["layers"])),
         ("Parameters", _parameter_table(report)),
-        (_memory_title(report["memory"]["layout"], "engram" in report), _memory_table(report["memory"])),
+        (_memory_title(report["memory"]), _memory_table(report["memory"])),
     ):
         console.print(f"[bold]{title}[/bold]")
         console.print(table)
@@ -237,9 +227,9 @@ def _print(report: dict[str, Any]) -> None:
         console.print("[bold]MB that a rank sends per micro-batch, forward / backward, by group[/bold]")
         console.print(_traffic_table(report["traffic"]))
         console.print()
-    if "engram" in report:
-        console.print("[bold]Engram tables: GB on a rank that owns rows[/bold]")
-        console.print(_owner_table(report["engram"]))
+    if report["memory"]["tables"]:
+        console.print("[bold]Engram tables: GB on a rank that owns rows and runs the layer (counted above)[/bold]")
+        console.print(_owner_table(report["memory"]["tables"]))
         console.print()
     if "optimizer" in report:
         console.print("[bold]Updates[/bold]")
@@ -386,29 +376,30 @@ def _phase_table(phases: list[dict[str, Any]]) -> Any:
     return _table(columns, rows, left=(0, 1, 7))
 
 
-def _memory_title(layout: dict[str, Any], owned: bool) -> str:
+def _memory_title(memory: dict[str, Any]) -> str:
+    layout, largest = memory["layout"], _gigabytes(memory["largest"])
     axes = {"tensor": "tp", "pipeline": "pp", "virtual": "vpp", "context": "cp", "expert": "ep", "data": "dp"}
     split = " ".join(f"{short}={layout[axis]}" for axis, short in axes.items())
     ranks = "1 rank" if layout["world"] == 1 else f"{layout['world']} ranks"
     return (
-        f"Estimated GB per rank on {ranks}: {split}, micro-batch {layout['micro_batch']} x "
+        f"Estimated GB per rank on {ranks}: at most {largest}; {split}, micro-batch {layout['micro_batch']} x "
         f"{layout['seq_length']}, recompute {layout['recompute']}"
-        + (", without the Engram tables below" if owned else "")
     )
 
 
 def _memory_table(memory: dict[str, Any]) -> Any:
-    rows = [
-        (
-            number,
-            _ranges(stage["layers"]),
-            _short(stage["parameters"]),
-            *(_gigabytes(stage[part]) for part in ("weights", "gradients", "optimizer", "activations", "total")),
-        )
-        for number, stage in enumerate(memory["stages"])
-    ]
-    columns = ("stage", "layers", "parameters", "weights", "grads", "optimizer", "activations", "total")
-    return _table(columns, rows, left=(0, 1))
+    parts = {"weights": "weights", "gradients": "grads", "optimizer": "optimizer", "activations": "activations"}
+    if memory["tables"]:
+        parts |= {"rows": "Engram rows", "exchange": "exchange"}
+    parts["total"] = "total"
+    if any(stage["host"] for stage in memory["stages"]):
+        parts["host"] = "in host memory"
+    rows = []
+    for number, stage in enumerate(memory["stages"]):
+        found = stage | {part: stage["engram"][part] for part in ("rows", "exchange")}
+        numbers = (_gigabytes(found[part]) for part in parts)
+        rows.append((number, _ranges(stage["layers"]), _short(stage["parameters"]), *numbers))
+    return _table(("stage", "layers", "parameters", *parts.values()), rows, left=(0, 1))
 
 
 def _owner_table(tables: list[dict[str, Any]]) -> Any:

@@ -3,7 +3,7 @@
 Per parameter: weights in the training dtype; gradients fp32; AdamW state 12 bytes for bf16 weights (fp32 main copy
 and two moments), 8 for fp32 weights, or what the layout says; divided over the ranks that share the parameter when
 the optimizer is distributed. Tensor parallelism leaves what is small whole (`WHOLE`). Engram rows divide over their
-own group. Activations are counted in `activations`.
+own group and are counted in `engram_memory`, activations in `activations`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from megatron_dsv41.experiments.activations import (
     head_working_bytes,
     layer_working_bytes,
 )
+from megatron_dsv41.experiments.engram_memory import TableMemory, Tables, owner_memory, tables_of_stage
 from megatron_dsv41.experiments.flops import layer_parameters
 from megatron_dsv41.layer_plan import LayerPlan, plan_layers
 from megatron_dsv41.ops.registry import choose
 from megatron_dsv41.parallel.stages import even_stages, parse_layout
 from megatron_dsv41.run_config import Recompute, Run
 
-SEALS = 1 << 10  # bytes
 # Kinds of parameters that tensor parallelism does not cut; nor the latents of attention (wq_a, wkv and their norms).
 WHOLE = ("routers", "mhc", "norms", "compressors", "indexers", "engram projections")
-ENTRY_NUMBERS, ROW_NUMBERS = 4 * 8, 24 * 8  # bytes of integers per entry and per row; some live for an exchange alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class Layout:
     expert_tensor: int = 1
     gathered: bool = False  # tokens are gathered over the expert group (`parallel.dispatcher`)
     engram: int = 1
-    owned_tables: bool = False  # Engram rows belong to groups and are counted by `owner_memory`
+    tables: Tables | None = None  # how owners of Engram rows keep them; None: tables are parameters
     micro_batch: int = 1
     num_micro_batches: int = 1
     seq_length: int = 4096
@@ -79,7 +78,7 @@ class Layout:
             expert_tensor=parallel.expert_tp,
             gathered=parallel.ep > 1 and parallel.gathers_tokens(run.architecture().num_experts_per_tok),
             engram=parallel.engram or 1,
-            owned_tables=parallel.engram is not None,
+            tables=Tables.of(run),
             micro_batch=run.batch.micro,
             num_micro_batches=run.sequences_per_step // (run.batch.micro * data),
             seq_length=run.data.seq_length,
@@ -92,6 +91,11 @@ class Layout:
     def world(self) -> int:
         """Number of ranks."""
         return self.data * self.tensor * self.pipeline * self.context
+
+    def stage_ranks(self, stage: int) -> range:
+        """Ranks of the world that run a pipeline stage."""
+        size = self.world // self.pipeline
+        return range(stage * size, (stage + 1) * size)
 
     def stage_chunks(self, num_layers: int) -> tuple[tuple[range, ...], ...]:
         """Layer ids of every chunk of every pipeline rank. Chunk c of the layer order lies on rank c mod `pipeline`."""
@@ -116,39 +120,37 @@ class StageMemory:
     gradients: float
     optimizer: float
     activations: float
+    engram: TableMemory  # owned rows
 
     @property
     def total(self) -> float:
-        """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        """All of it on the rank's device."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.engram.on_device
+
+    @property
+    def host(self) -> float:
+        """Owned Engram rows in host memory."""
+        return self.engram.rows if self.engram.in_host else 0.0
 
 
 def memory_per_rank(config: DSV41Config, layout: Layout) -> tuple[StageMemory, ...]:
-    """One entry per pipeline stage. Vision and DSpark are not trained here and not counted."""
-    plans = plan_layers(config)
-    stages = layout.stage_layers(len(plans))
+    """One entry per pipeline stage, of its fullest rank. Vision and DSpark are not trained here and not counted."""
+    plans, tables = plan_layers(config), owner_memory(config, layout)
     return tuple(
-        _stage_memory(config, layout, stage, [plans[layer] for layer in layers]) for stage, layers in enumerate(stages)
+        _stage_memory(config, layout, stage, [plans[layer] for layer in layers], tables_of_stage(tables, layout, stage))
+        for stage, layers in enumerate(layout.stage_layers(len(plans)))
     )
 
 
-def engram_step_bytes(rows: int, entries: int, dim: int, width: int) -> float:
-    """The most bytes that a rank holds for tables with owners at once, from the fetch to the return.
-
-    rows: distinct ones that a step reads, each `width` bytes as fetched; at the return an fp32 gradient of `dim` as it
-    is sent, and one that arrives where every rank updates as many rows. entries: tokens times columns. Of this step and
-    of the next there are numbers: where entries lie and how they add up, where rows come from and go to.
-    """
-    return rows * (width + 8 * dim + 2 * ROW_NUMBERS) + 2 * ENTRY_NUMBERS * entries + SEALS
-
-
-def _stage_memory(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[LayerPlan]) -> StageMemory:
+def _stage_memory(
+    c: DSV41Config, layout: Layout, stage: int, plans: Sequence[LayerPlan], owned: TableMemory
+) -> StageMemory:
     dense = whole = experts = tables = 0  # whole: part of dense that every tensor rank keeps
     for plan in plans:
         count = layer_parameters(c, plan)
         whole += sum(count[kind] for kind in WHOLE) + (c.hidden_size + 1) * (c.q_lora_rank + c.head_dim)
         experts += count["routed experts"]
-        tables += 0 if layout.owned_tables else count["engram tables"]
+        tables += 0 if layout.tables else count["engram tables"]
         dense += count.total() - count["routed experts"] - count["engram tables"]
     is_last = stage == layout.pipeline - 1
     dense += c.vocab_size * c.hidden_size * ((stage == 0) + is_last) + c.hidden_size * is_last
@@ -172,6 +174,7 @@ def _stage_memory(c: DSV41Config, layout: Layout, stage: int, plans: Sequence[La
         gradients=held * 4,
         optimizer=state * sum(shared),
         activations=_stage_activations(c, layout, stage, plans),
+        engram=owned,
     )
 
 

@@ -15,13 +15,14 @@ from megatron_dsv41.experiments.communication import (
     pipeline_traffic,
     tensor_traffic,
 )
+from megatron_dsv41.experiments.engram_memory import owner_memory
 from megatron_dsv41.experiments.flops import (
     active_parameters,
     count_parameters,
     flops_per_token,
     kv_bytes_per_token,
 )
-from megatron_dsv41.experiments.memory import Layout, memory_per_rank
+from megatron_dsv41.experiments.memory import Layout, StageMemory, memory_per_rank
 from megatron_dsv41.layer_plan import STATE_FIELDS, LayerPlan, live_at, plan_layers
 from megatron_dsv41.optim.groups import ParameterGroup
 from megatron_dsv41.optim.settings import Optimizer
@@ -144,12 +145,22 @@ def describe_optimizer(
 
 
 def describe_memory(config: DSV41Config, layout: Layout) -> dict[str, Any]:
-    """Bytes per rank of every pipeline stage."""
+    """Bytes per rank of every pipeline stage, of the fullest rank, and of one table per row on its owner."""
     stages = memory_per_rank(config, layout)
     return {
         "layout": dataclasses.asdict(layout) | {"world": layout.world},
-        "stages": [dataclasses.asdict(stage) | {"total": stage.total} for stage in stages],
+        "stages": [_describe_stage(stage) for stage in stages],
+        "largest": max(stage.total for stage in stages),
+        "tables": [
+            dataclasses.asdict(table) | {"copies": table.copies, "total": table.total}
+            for table in owner_memory(config, layout)
+        ],
     }
+
+
+def _describe_stage(stage: StageMemory) -> dict[str, Any]:
+    owned = dataclasses.asdict(stage.engram) | {"rows": stage.engram.rows}
+    return dataclasses.asdict(stage) | {"engram": owned, "total": stage.total, "host": stage.host}
 
 
 def describe_precision(config: DSV41Config, precision: Precision, tensor: int) -> dict[str, Any]:

@@ -66,10 +66,41 @@ def test_memory_of_large_stages_is_written_out(capsys):
     assert "1,497" in text and "e+03" not in text and "on 1 rank:" in text
 
 
-def test_owned_tables_are_said_to_be_apart(capsys):
-    for engram, said in (("null", False), ("2", True)):
-        assert main(["plan", "--preset", "tiny", f"parallel.engram={engram}"]) == 0
-        assert ("without the Engram tables below" in capsys.readouterr().out) is said
+def test_the_total_of_a_rank_has_its_owned_tables(capsys):
+    run = ("--preset", "flash", "parallel.pp=4", "parallel.ep=32", "parallel.engram=128", "engram.table=float8")
+    memory = planned(capsys, *run)["memory"]
+    for stage in memory["stages"]:
+        owned = stage["engram"]
+        model = sum(stage[part] for part in ("weights", "gradients", "optimizer", "activations"))
+        assert stage["total"] == pytest.approx(model + owned["rows"] + owned["exchange"]) and owned["exchange"] > 0
+        assert owned["rows"] == sum(table[part] for table in memory["tables"] for part in ("served", "master", "state"))
+    assert memory["largest"] == max(stage["total"] for stage in memory["stages"])
+    shown = f"128 ranks: at most {memory['largest'] / 1e9:,.0f}; tp=1"
+    assert main(["plan", *run]) == 0
+    text = capsys.readouterr().out
+    assert shown in text and "Engram rows  exchange  total" in text and "in host memory" not in text
+    assert main(["plan", *run, "engram.memory=host"]) == 0
+    assert "exchange  total  in host memory" in capsys.readouterr().out
+    assert main(["plan", "--preset", "tiny"]) == 0
+    assert "exchange" not in capsys.readouterr().out
+
+
+def test_state_of_owned_tables_is_not_that_of_other_parameters(capsys):
+    run = ("--preset", "tiny", "optimizer.name=published", "parallel.engram=2", "--ranks", "2")
+    wide, narrow = (planned(capsys, *run, f"optimizer.momentum_dtype={kind}") for kind in ("float32", "bfloat16"))
+    states = [report["memory"]["stages"][0]["engram"]["state"] for report in (wide, narrow)]
+    assert states[1] == states[0] / 2
+    rest = [group for group in wide["optimizer"] if group["role"] != "engram.embed.weight"]
+    state = sum(group["state_bytes"] * group["parameters"] for group in rest)
+    (stage,) = wide["memory"]["stages"]
+    mean = state / sum(group["parameters"] for group in rest)
+    assert stage["optimizer"] == pytest.approx(mean * stage["parameters"] / 2)  # divided over both ranks
+
+
+def test_phases_count_owned_tables_too(capsys):
+    run = ("--recipe", "pretrain-flash", "parallel.pp=8", "parallel.ep=64", "parallel.engram=64")
+    report = planned(capsys, *run)
+    assert report["phases"][0]["gigabytes"] == report["memory"]["largest"] / 1e9
 
 
 def test_the_learning_rate_plot_is_a_png(capsys, tmp_path):
