@@ -361,7 +361,11 @@ class Run:
 
     def asks_megatron(self, switch: str) -> bool:
         """Whether a switch of `megatron`, named with underscores, is on; the file may spell it with hyphens."""
-        return any(self.megatron.get(name) for name in (switch, switch.replace("_", "-")))
+        return bool(self.of_megatron(switch))
+
+    def of_megatron(self, name: str) -> Any:
+        """What `megatron` sets an argument to, named with underscores; None: it is left out."""
+        return self.megatron.get(name, self.megatron.get(name.replace("_", "-")))
 
     def leg_of(self, step: int) -> Leg:
         """The phase that step number `step` is of, counted from 1; steps after the last phase are of the last."""

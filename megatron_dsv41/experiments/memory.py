@@ -23,6 +23,7 @@ from megatron_dsv41.experiments.activations import (
 )
 from megatron_dsv41.experiments.engram_memory import TableMemory, Tables, owner_memory, tables_of_stage
 from megatron_dsv41.experiments.flops import layer_parameters
+from megatron_dsv41.experiments.pipeline_order import pipeline_order, waiting_chunks
 from megatron_dsv41.layer_plan import LayerPlan, plan_layers
 from megatron_dsv41.ops.registry import choose
 from megatron_dsv41.parallel.stages import even_stages, parse_layout
@@ -41,6 +42,7 @@ class Layout:
     sequence: bool = False  # sequence parallelism over the tensor group
     pipeline: int = 1
     virtual: int = 1  # model chunks per pipeline rank
+    turn: int | None = None  # micro-batches of a chunk before the rank's next one; None: as many as pipeline stages
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
@@ -73,6 +75,7 @@ class Layout:
             sequence=parallel.sp,
             pipeline=parallel.pp,
             virtual=parallel.vpp,
+            turn=run.of_megatron("microbatch_group_size_per_virtual_pipeline_stage"),
             context=parallel.cp,
             expert=parallel.ep,
             expert_tensor=parallel.expert_tp,
@@ -183,21 +186,34 @@ def _stage_activations(c: DSV41Config, layout: Layout, stage: int, plans: Sequen
     between_sites, gathered = layout.tensor if layout.sequence else 1, layout.expert if layout.gathered else 0
     divided = Division(layout.tensor, between_sites, layout.expert_tensor, gathered)
     tokens = layout.micro_batch * layout.seq_length / layout.context
-    pipeline, virtual = layout.pipeline, layout.virtual
-    head = head_working_bytes(c, layout.whole_logits, divided) if stage == pipeline - 1 else 0.0
+    head = head_working_bytes(c, layout.whole_logits, divided) if stage == layout.pipeline - 1 else 0.0
     if not plans:  # the embedding or the head alone
         return tokens * head
-    # Layers whose backward is still to come, at most, under 1F1B and its interleaved form.
-    passes = pipeline - stage if virtual == 1 else 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
-    waiting = min(passes, layout.num_micro_batches * virtual) / virtual
-    keeps = [activation_bytes(c, layout.recompute, plan, divided) for plan in plans]
-    everything = {plan.layer: activation_bytes(c, "none", plan, divided) for plan in plans}
-    kept = waiting * sum(keeps)
-    if layout.recompute == "full":  # one input per chunk; one chunk at a time has everything while it runs backward
-        kept *= virtual / len(plans)
-        chunks = layout.stage_chunks(c.num_hidden_layers)[stage]
-        again = max(sum(everything[layer] for layer in chunk) for chunk in chunks) - keeps[0]
-    else:  # what is made again of one layer at a time
-        again = max(whole - part for whole, part in zip(everything.values(), keeps, strict=True))
+    known = {plan.layer: plan for plan in plans}
+    chunks = layout.stage_chunks(c.num_hidden_layers)[stage]
+    chunk_bytes = [_chunk_bytes(c, layout.recompute, [known[layer] for layer in chunk], divided) for chunk in chunks]
+    kept, working = [kept for kept, _ in chunk_bytes], [working for _, working in chunk_bytes]
+    if stage == 0 and not chunks[0]:
+        kept[0] = 0.0  # the embedding alone receives nothing
+    working[-1] = max(working[-1], head)
+    order = pipeline_order(stage, layout.pipeline, layout.virtual, layout.num_micro_batches, layout.turn)
+    most = max(
+        sum(number * bytes_ for number, bytes_ in zip(waiting, kept, strict=True)) + working[chunk]
+        for chunk, waiting in waiting_chunks(order, layout.virtual)
+    )
     experts = math.ceil(c.n_routed_experts / (layout.expert * layout.expert_tensor))
-    return tokens * (kept + max(layer_working_bytes(c, divided) + again, head)) + gradient_working_bytes(c, experts)
+    return tokens * most + gradient_working_bytes(c, experts)
+
+
+def _chunk_bytes(
+    c: DSV41Config, recompute: Recompute, plans: Sequence[LayerPlan], divided: Division
+) -> tuple[float, float]:
+    """Bytes per token that a chunk keeps until its backward pass, and that this pass needs beside them."""
+    if not plans:  # what it received
+        return activation_bytes(c, "full", None, divided), 0.0
+    keeps = [activation_bytes(c, recompute, plan, divided) for plan in plans]
+    everything = [activation_bytes(c, "none", plan, divided) for plan in plans]
+    if recompute == "full":  # one input per chunk, and everything while the chunk runs backward
+        return keeps[0], layer_working_bytes(c, divided) + sum(everything) - keeps[0]
+    again = max(whole - part for whole, part in zip(everything, keeps, strict=True))  # of one layer at a time
+    return sum(keeps), layer_working_bytes(c, divided) + again
