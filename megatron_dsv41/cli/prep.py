@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add = parser.add_argument
     add("--input", nargs="+", metavar="X", help="files, folders, globs, a hub dataset id, or python-stdlib")
-    add("--tokenizer", required=True, help="tokenizer.json, a folder with one, or 'deepseek'")
+    add("--tokenizer", required=True, help="tokenizer.json, a folder with one, or 'deepseek': DeepSeek's own")
     add("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx, .json, .token_map.npz")
     add("--text-column", default="text", help="column of Parquet, JSON lines and hub rows (default: text)")
     add("--pattern", metavar="GLOB", help="which files of a folder, e.g. '*.py'; one text file is one document")
@@ -55,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--validation-documents", type=int, default=0, metavar="N", help="or so many documents, drawn evenly")
     add("--seed", type=int, default=1234, help="of that draw (default: 1234)")
     add("--train-tokenizer", type=int, metavar="VOCAB", help="first train a byte-level BPE on the input")
-    add("--chat", action="store_true", help="inputs are JSON lines of chats; only what the assistant says is trained")
+    add(
+        "--chat",
+        action="store_true",
+        help="inputs are JSON lines of chats; only answers are trained (needs the extra 'chat')",
+    )
     add("--reasoning-effort", choices=("low", "high", "xhigh", "max"), help="of chats that name none (with --chat)")
     add("--adopt", action="store_true", help="check .bin/.idx made by other tools and describe them for training")
     add("--overwrite", action="store_true", help="replace existing output")

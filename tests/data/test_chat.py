@@ -1,6 +1,8 @@
 """Chats: DeepSeek's own text, one document per assistant turn, loss on what the assistant says."""
 
 import json
+import re
+import sys
 
 import numpy as np
 import pytest
@@ -35,6 +37,13 @@ def test_every_turn_is_written_as_inference_would_meet_it():
     assert second.answer == "arithmetic</think>4"
     assert "Reasoning Effort: 50 " in turns(CHAT | {"reasoning_effort": "low"}, "here", "max")[0].prompt
     assert "Reasoning Effort" in turns(CHAT, "here")[0].prompt
+
+
+def test_the_package_that_writes_them_is_named_with_the_command(monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, "deepseek_recipe", raising=False)
+    with pytest.raises(ValueError, match=re.escape(f"{sys.executable} -m pip install 'deepseek-recipe>=0.2'")):
+        turns(CHAT, "here")
 
 
 def test_tool_calls_are_answers():

