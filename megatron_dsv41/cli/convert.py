@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_writing(add)
 
     add = actions.add_parser("verify", help="check one checkpoint, or compare two").add_argument
-    add("a", metavar="A", help="released or native folder; shards may be missing")
+    add("a", metavar="A", help="released or native folder; shards may be missing (export a training run first)")
     add("b", metavar="B", nargs="?", help="compare with this one")
     add("--tokenizer", help="compare the recorded hash constants with this tokenizer's (default: the one in A)")
     add("--checksums", action="store_true", help="print a SHA-256 over all tensors of A")
@@ -169,14 +170,14 @@ def _verify(args: argparse.Namespace) -> int:
     from megatron_dsv41.checkpoint.verify import compare, verify
     from megatron_dsv41.config import DSV41Config
 
-    effort = _effort(args)
+    effort, other = _effort(args), _folder(args.b) if args.b else None
     config = DSV41Config.load(_folder(args.a))
     digest = hash_digest(args.tokenizer or args.a, config, required=bool(args.tokenizer))
     report = verify(args.a, hash_digest=digest, data=not args.names_only, checksums=args.checksums, effort=effort)
     print(report)
-    if args.b is None:
+    if other is None:
         return 0 if report.ok else 1
-    comparison = compare(args.a, _folder(args.b), effort=effort)
+    comparison = compare(args.a, other, effort=effort)
     print(comparison)
     return 0 if report.ok and comparison.ok else 1
 
@@ -207,6 +208,24 @@ def _effort(args: argparse.Namespace) -> Effort:
 
 
 def _folder(path: str) -> Path:
-    if not (Path(path) / "config.json").is_file():
-        raise ValueError(f"{path} is not a checkpoint folder: it has no config.json")
-    return Path(path)
+    if (Path(path) / "config.json").is_file():
+        return Path(path)
+    _refuse_run(path)
+    raise ValueError(f"{path} is not a checkpoint folder: it has no config.json")
+
+
+def _refuse_run(path: str) -> None:
+    """ValueError with the command that exports it where a path is a training run or one of its checkpoints."""
+    from megatron_dsv41.backends.megatron.run_source import run_and_step
+
+    found = run_and_step(path)
+    if found is None:
+        return
+    run, step = found
+    named = run if run.name not in ("", "..") else run.resolve()
+    command = ["dsv41", "convert", "export", str(named), f"{named}-exported"]
+    command += [] if step is None else ["--step", str(step)]
+    raise ValueError(
+        f"{path} is {'a training run' if step is None else 'a checkpoint of a training run'}, and here belongs a "
+        f"folder in the released layout or a native one: write one with `{shlex.join(command)}`"
+    )

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from megatron_dsv41.backends.megatron.checkpoints import complete_steps, open_fo
 from megatron_dsv41.backends.megatron.run_source import RunSource, origin_of, run_and_step, start_record
 from megatron_dsv41.checkpoint.convert import export_checkpoint, load_released
 from megatron_dsv41.checkpoint.mapping import bind
+from megatron_dsv41.cli import main
 from megatron_dsv41.run_config import run_from_dict
 
 RUN = {
@@ -129,3 +132,29 @@ def test_the_origin_of_runs_that_started_from_runs(tmp_path):
     assert [origin_of(tmp_path / name) for name in "acde"] == ["hub", "hub", None, None]
     assert start_record(Path("hub")) == '{"weights": "hub", "origin": "hub"}\n'
     assert start_record(None) == '{"weights": null, "origin": null}\n'
+
+
+def test_commands_that_take_no_run_name_the_one_that_exports_it(tmp_path, capsys, monkeypatch):
+    """What is printed works as it stands, and then the command does."""
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    states = {None: write_run(folder, 2), 1: write_run(folder, 1)}
+    for step, state in states.items():
+        given = folder if step is None else folder / "iter_0000001"
+        for before in (["import", str(given), str(tmp_path / "out")], ["verify", str(given)]):
+            assert main(["convert", *before]) == 2
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert message.startswith(
+            f"dsv41 convert: {given} is a {'training run' if step is None else 'checkpoint of a'}"
+        )
+        command = shlex.split(re.findall("`dsv41 (.*)`", message)[0])
+        assert main([*command, "--quiet"]) == 0
+        assert main(["convert", "verify", f"{folder}-exported", "--quiet"]) == 0
+        assert torch.equal(load_released(f"{folder}-exported")["norm.weight"], state["norm.weight"])
+        capsys.readouterr()
+        assert main(["convert", "verify", f"{folder}-exported", str(given), "--quiet"]) == 2
+        assert capsys.readouterr().out == ""  # before it reads the first
+        (tmp_path / "my run-exported").rename(tmp_path / f"of {step}")
+    monkeypatch.chdir(folder)
+    assert main(["convert", "verify", "."]) == 2
+    assert f"convert export '{folder}' '{folder}-exported'`" in capsys.readouterr().err
