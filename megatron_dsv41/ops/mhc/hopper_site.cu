@@ -26,6 +26,7 @@ constexpr u32 FULL = 0xffffffffu;
 
 struct alignas(16) Vec { u32 w[4]; };
 
+// What lies between these lines has another form on the host (testing/host_cuda).
 // -- instructions
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }

@@ -1,0 +1,75 @@
+// The instructions of hopper_site.cu on the host, as PTX defines them; each replaces the function of its name there.
+//
+// Products are summed in fp64 and rounded once. A copy lands when its thread waits for it, or at once (runtime.h).
+#pragma once
+#include "runtime.h"
+
+namespace host {
+
+struct Operands { const unsigned* a; unsigned b[2]; };
+inline Operands operands[MOST_WARPS][WARP];
+
+inline float from_bf16(unsigned word, int half) { return __uint_as_float(half ? word & 0xffff0000u : word << 16); }
+inline unsigned to_bf16(float x) {  // to the nearest, ties to even
+    unsigned word;
+    memcpy(&word, &x, 4);
+    if ((word & 0x7fffffff) > 0x7f800000) return 0x7fff;
+    return (word + 0x7fff + (word >> 16 & 1)) >> 16;
+}
+
+// m16n8: d = a b + d. A lane holds d of rows g and g + 8, columns 2q and 2q + 1, for g = lane / 4 and q = lane % 4. A
+// register of a or b has PER numbers of neighbouring k; number(word, i) is one of them.
+template <int DEPTH, int PER, class Number>
+void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Number number) {
+    operands[warp()][lane()] = {a, {b0, b1}};
+    meet_warp("an mma");
+    float sums[4];
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane() / 4 + i / 2 * 8, column = lane() % 4 * 2 + i % 2;
+        double sum = d[i];
+        for (int k = 0; k < DEPTH; ++k) {
+            const int upper = k >= DEPTH / 2, holder = k % (DEPTH / 2) / PER;
+            const Operands& of_a = operands[warp()][row % 8 * 4 + holder];
+            const Operands& of_b = operands[warp()][column * 4 + holder];
+            sum += (double)number(of_a.a[row / 8 + 2 * upper], k % PER) * number(of_b.b[upper], k % PER);
+        }
+        sums[i] = (float)sum;
+    }
+    meet_warp("an mma's end");
+    std::copy(sums, sums + 4, d);
+}
+
+}  // namespace host
+
+inline unsigned shared_address(const void* p) { return (unsigned)(static_cast<const unsigned char*>(p) - host::shared); }
+inline void copy_commit() {
+    host::current->committed.push_back(host::current->open);
+    host::current->open.clear();
+}
+template <int LEFT> void copy_wait() {
+    auto& groups = host::current->committed;
+    while (groups.size() > LEFT) {
+        if (host::copies_wait) std::for_each(groups.front().begin(), groups.front().end(), host::land);
+        groups.pop_front();
+    }
+}
+inline void copy16(unsigned to, const void* from, int bytes) {
+    if (to % 16 || (uintptr_t)from % 16) host::fail("a copy is not aligned");
+    if (to + 16 > host::shared_bytes) host::fail("a copy lands beyond shared memory");
+    if (bytes) host::require_tensor(from, bytes, "a copy");
+    const host::Copy copy = {host::shared + to, static_cast<const unsigned char*>(from), bytes};
+    if (host::copies_wait) host::current->open.push_back(copy);
+    else host::land(copy);
+}
+inline unsigned pack(float low, float high) { return host::to_bf16(low) | host::to_bf16(high) << 16; }
+inline unsigned to_tf32(float x) {  // to the nearest, ties away from zero
+    unsigned word;
+    memcpy(&word, &x, 4);
+    return (word & 0x7fffffff) < 0x7f800000 ? (word + 0x1000) & ~0x1fffu : word;
+}
+inline void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    host::multiply<16, 2>(d, a, b0, b1, host::from_bf16);
+}
+inline void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    host::multiply<8, 1>(d, a, b0, b1, [](unsigned word, int) { return __uint_as_float(word); });
+}
