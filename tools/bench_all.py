@@ -8,6 +8,7 @@ A step has one GPU to itself, or all of them: steps of one GPU run side by side 
 GPUs runs when nothing else does. A step's output is OUT/STEP.log; numbers of tools that write JSON are OUT/STEP.json,
 those of the layouts OUT/layouts/. A step that fails or runs past its limit is reported and the rest go on;
 OUT/steps.json says what ran, of which commit, on which cards, for how long. Exits with 1 unless every step ended well.
+Ctrl-C or SIGTERM ends the steps that run, with all they started.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OPS = "python tools/bench_ops.py --json {out}.json"
 PYTEST = "python -m pytest -q -s -m gpu"
 GRACE_S = 15.0  # between asking a step to end and ending it
+POLL_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,26 +80,28 @@ class Bench:
     def __init__(self, out: Path, cards: list[str], steps: dict[str, Step] | None = None):
         self.out, self.cards, self.steps = out, cards, STEPS if steps is None else steps
         self.results: dict[str, dict[str, Any]] = {}
-        self._lock, self._begin = threading.Lock(), time.monotonic()
+        self._lock, self._begin, self._stop = threading.Lock(), time.monotonic(), threading.Event()
 
     def run(self, names: list[str]) -> bool:
-        """Run steps of `names`, those of all cards first; whether all ended well."""
+        """Run steps of `names`, those of all cards first; whether all ended well. What interrupts it ends the steps."""
         self.out.mkdir(parents=True, exist_ok=True)
         self._count = len(names)
         for name in (name for name in names if self.steps[name].everything):
             self._one(name, self.cards)
         waiting = [name for name in names if not self.steps[name].everything]
-        threads = [threading.Thread(target=self._lane, args=(waiting, card)) for card in self.cards]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(self.cards)) as lanes:
+            try:
+                for lane in [lanes.submit(self._lane, waiting, card) for card in self.cards]:
+                    lane.result()
+            except BaseException:  # KeyboardInterrupt and SystemExit, too
+                self._stop.set()
+                raise
         return all(result["status"] == "ok" for result in self.results.values())
 
     def _lane(self, waiting: list[str], card: str) -> None:
         while True:
             with self._lock:
-                if not waiting:
+                if not waiting or self._stop.is_set():
                     return
                 name = waiting.pop(0)
             self._one(name, [card])
@@ -109,7 +114,7 @@ class Bench:
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(cards), "PYTHONUNBUFFERED": "1"}
         print(f"{self._clock()} {name} starts on {'GPU' if len(cards) == 1 else 'GPUs'} {', '.join(cards)}", flush=True)
         begin = time.monotonic()
-        status = _watch(words, environment, self.out / f"{name}.log", step.limit_s)
+        status = _watch(words, environment, self.out / f"{name}.log", step.limit_s, self._stop)
         seconds = round(time.monotonic() - begin, 1)
         with self._lock:
             self.results[name] = {"command": shlex.join(words), "gpus": cards, "seconds": seconds, "status": status}
@@ -128,28 +133,36 @@ class Bench:
         partial.replace(self.out / "steps.json")
 
 
-def _watch(words: list[str], environment: dict[str, str], log: Path, limit_s: float) -> str:
-    """Run a command with its output in `log`: "ok", or how it ended. What it started ends with it."""
-    with log.open("w") as output:
-        try:
+def _watch(words: list[str], environment: dict[str, str], log: Path, limit_s: float, stop: threading.Event) -> str:
+    """Run a command with its output in `log`: "ok", or how it ended. What it started ends with it, or with `stop`."""
+    try:
+        with log.open("w") as output:
             process = subprocess.Popen(
                 words, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
             )
-        except FileNotFoundError:
-            return f"there is no {words[0]} on PATH"
+    except OSError as error:
+        return f"cannot be started: {error}"
+    try:
+        deadline = time.monotonic() + limit_s
+        while process.poll() is None and time.monotonic() < deadline and not stop.is_set():
+            time.sleep(POLL_S)
+        code = process.poll()
+    finally:
+        _end(process)
+    if code is None:
+        return "interrupted" if stop.is_set() else f"ran past {limit_s:.0f} s"
+    return "ok" if code == 0 else f"exit {code}, see {log}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started."""
+    for stop in (signal.SIGTERM, signal.SIGKILL):
         try:
-            code = process.wait(limit_s)
-            status = "ok" if code == 0 else f"exit {code}, see {log}"
-        except subprocess.TimeoutExpired:
-            status = f"ran past {limit_s:.0f} s"
-        for stop in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, stop)
-                process.wait(GRACE_S)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-        process.wait()
-        return status
+            os.killpg(process.pid, stop)
+            process.wait(GRACE_S)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+    process.wait()
 
 
 def main() -> int:
@@ -171,6 +184,7 @@ def main() -> int:
     cards = visible_gpus()
     if not cards:
         parser.error("there is no GPU: every step needs one")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # steps end before this process does
     return 0 if Bench(args.out.resolve(), cards).run(args.steps or list(STEPS)) else 1
 
 

@@ -1,7 +1,11 @@
 """Steps on cards: one at a time on each, all cards for those that ask, and an end for those that have none."""
 
 import json
+import os
 import shlex
+import signal
+import subprocess
+import sys
 import time
 
 import bench_all
@@ -51,10 +55,51 @@ def test_failures_and_endless_steps_are_named_and_the_rest_goes_on(tmp_path):
     assert status["good"] == "ok" and (tmp_path / "good.log").read_text() == "6\n"
     assert status["fails"].startswith("exit 3") and (tmp_path / "fails.log").read_text() == "5\n"
     assert status["endless"] == "ran past 3 s" and "no-such-program" in status["missing"]
-    pid, deadline = int((tmp_path / "child").read_text()), time.monotonic() + 60
+    assert_ends(int((tmp_path / "child").read_text()))
+
+
+def assert_ends(pid):
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "a step's child outlives it"
         time.sleep(0.05)
+
+
+INTERRUPTED = """
+import pathlib, shlex, signal, sys
+import bench_all
+folder, everything = pathlib.Path(sys.argv[1]), sys.argv[2] == "all"
+code = f"import os, pathlib, time; pathlib.Path({str(folder / 'pid')!r}).write_text(str(os.getpid())); time.sleep(99)"
+bench_all.visible_gpus = lambda: ["0"]
+endless = bench_all.Step("python -c " + shlex.quote(code), everything)
+bench_all.STEPS = {"endless": endless, "next": bench_all.Step("no")}
+sys.argv[1:] = [str(folder / "out")]
+sys.exit(bench_all.main())
+"""
+
+
+@pytest.mark.parametrize("cards", ["one", "all"])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_bench_leaves_nothing_on_the_cards(tmp_path, cards, how):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    bench = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path), cards], env=environment, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 120
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+        assert bench.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    bench.send_signal(how)
+    bench.communicate(timeout=60)
+    assert bench.returncode != 0 and not (tmp_path / "out" / "next.log").exists()
+    assert_ends(int((tmp_path / "pid").read_text()))
+
+
+def test_a_step_that_cannot_be_started_is_no_success(tmp_path):
+    (tmp_path / "a.log").mkdir()
+    bench = bench_all.Bench(tmp_path, ["0"], dict.fromkeys("ab", bench_all.Step("python -c 1")))
+    assert not bench.run(["a", "b"])
+    assert bench.results["a"]["status"].startswith("cannot be started") and bench.results["b"]["status"] == "ok"
 
 
 def test_every_step_names_files_that_are_here():
