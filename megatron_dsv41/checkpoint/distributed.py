@@ -138,7 +138,11 @@ class DistributedSource(DistributedTensors):
 def lost_files(path: Path | str) -> list[str]:
     """Files that a distributed checkpoint needs and that are missing or too short, with what is wrong."""
     path, ends = Path(path), dict[str, int]()
-    for place in FileSystemReader(path).read_metadata().storage_data.values():
+    try:
+        places = FileSystemReader(path).read_metadata().storage_data.values()
+    except Exception as error:  # whatever unpickling meets
+        return [f"{METADATA} cannot be read ({str(error) or type(error).__name__})"]
+    for place in places:
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     problems: list[str] = []
     for file, end in sorted(ends.items()):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dsv41.cli import convert_layout, convert_processes
-from megatron_dsv41.run_config import is_run
 
 if TYPE_CHECKING:
     from megatron_dsv41.checkpoint.pieces import Effort
@@ -58,7 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_writing(add)
 
     add = actions.add_parser("export", help="native folder -> released folder").add_argument
-    add("src", metavar="SRC", help="native folder, training run, or a released folder to store differently")
+    add(
+        "src",
+        metavar="SRC",
+        help="native folder, training run or RUN/iter_N, or a released folder to store differently",
+    )
     add("dst", metavar="DST", help="new or empty folder")
     add(
         "--storage",
@@ -139,6 +142,7 @@ def _import_settings(args: argparse.Namespace) -> tuple[DSV41Config, str | None]
 
 
 def _export(args: argparse.Namespace, team: Team) -> int:
+    from megatron_dsv41.backends.megatron.run_source import named_checkpoint
     from megatron_dsv41.checkpoint.convert import export_checkpoint
 
     options = {
@@ -150,13 +154,16 @@ def _export(args: argparse.Namespace, team: Team) -> int:
         "effort": _effort(args),
         "team": team,
     }
-    if is_run(args.src):
+    if args.like is not None:
+        _folder(args.like)
+    found = named_checkpoint(args.src, args.step)
+    if found is not None:
         from megatron_dsv41.backends.megatron.run_export import export_run
 
-        step, missing = export_run(args.src, args.dst, step=args.step, like=args.like, **options)
+        step, missing = export_run(found[0], args.dst, step=found[1], like=args.like, **options)
         note = f" (without the tokenizer: {missing})" if missing else ""
         if team.leads:
-            print(f"exported step {step} of {args.src} to {args.dst}{note}")
+            print(f"exported step {step} of {found[0]} to {args.dst}{note}")
         return 0
     if args.step is not None:
         raise ValueError(f"--step chooses among the checkpoints of a training run; {args.src} is none")

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dsv41.cli.devices import check_device
-from megatron_dsv41.run_config import is_run
 
 HELP = "loss and bits per byte of a checkpoint on prepared data, per domain"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("checkpoint", help="a run's folder, a native folder, or a folder in the released layout")
+    parser.add_argument(
+        "checkpoint", help="a run's folder or RUN/iter_N, a native folder, or a folder in the released layout"
+    )
     parser.add_argument(
         "--data",
         action="append",
@@ -64,12 +65,12 @@ def open_checkpoint(path: Path, step: int | None) -> tuple[Any, Any, Any]:
 
     ValueError when there is no checkpoint, or none of `step`.
     """
+    from megatron_dsv41.backends.megatron.run_source import RunSource, named_checkpoint
     from megatron_dsv41.checkpoint.convert import open_source
 
-    if is_run(path):
-        from megatron_dsv41.backends.megatron.run_source import RunSource
-
-        found = RunSource(path, step)
+    named = named_checkpoint(path, step)
+    if named is not None:
+        found = RunSource(*named)
         return found, found.config, found.run.leg_of(found.step).run
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder with a checkpoint")

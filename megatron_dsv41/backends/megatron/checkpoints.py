@@ -40,7 +40,7 @@ def checkpoint_path(folder: str | Path, step: int) -> Path:
 
 def checkpoint_step(path: str | Path) -> int | None:
     """The step of a checkpoint's folder, by its name; None where it is not one's."""
-    match = re.fullmatch(r"iter_([0-9]+)", Path(path).name)
+    match = re.fullmatch(r"iter_([0-9]{7,})", Path(path).name)
     return int(match[1]) if match else None
 
 
@@ -78,7 +78,8 @@ def _published_steps(folder: str | Path) -> list[int]:
     found: list[int] = []
     for path in Path(folder).glob("iter_*"):
         step = checkpoint_step(path)
-        if step is not None and all((path / part).is_file() for part in (".metadata", "metadata.json")):
+        whole = all((path / part).is_file() for part in (".metadata", "metadata.json"))
+        if step is not None and (whole or (path / MANIFEST).is_file()):  # what was listed may be lost, and is named
             found.append(step)
     return sorted(found)
 
@@ -114,14 +115,18 @@ def open_folder(folder: str | Path, resume: bool) -> int | None:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn whatever the readers of a damaged checkpoint raise into a ValueError that says how to go on."""
+def reading(path: Path, instead: str | None = None) -> Iterator[None]:
+    """Turn whatever the readers of a damaged checkpoint raise into a ValueError that says how to go on.
+
+    instead: what to do; default, for a run's own checkpoint: delete it.
+    """
     try:
         yield
     except (Exception, CheckpointException) as error:
         before = [step for step in complete_steps(path.parent) if checkpoint_path(path.parent, step) < path]
         rest = f"go on from step {before[-1]}" if before else "start again"
-        raise ValueError(f"checkpoint {path} cannot be read ({_cause(error)}): delete that folder to {rest}") from error
+        instead = instead or f"delete that folder to {rest}"
+        raise ValueError(f"checkpoint {path} cannot be read ({_cause(error)}): {instead}") from error
 
 
 def require_space(folder: str | Path, num_bytes: float, what: str = "one checkpoint") -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_dsv41.backends.megatron.checkpoints import stored_hash
+from megatron_dsv41.backends.megatron.checkpoints import reading, stored_hash
 from megatron_dsv41.backends.megatron.run_source import RunSource, run_and_step
 from megatron_dsv41.backends.megatron.shadows import logical_state
 from megatron_dsv41.backends.megatron.state_dict import local_cut
@@ -42,7 +42,8 @@ def open_weights(folder: Path, config: DSV41Config) -> StateSource:
 def hash_digest(source: StateSource) -> str | None:
     """The digest of the Engram hash constants that weights were trained with; None where it was not kept."""
     if isinstance(source, RunSource):
-        return stored_hash(source.path)
+        with reading(source.path, "name another one in train.init_from"):
+            return stored_hash(source.path)
     return getattr(getattr(source, "record", None), "hash_digest", None)
 
 

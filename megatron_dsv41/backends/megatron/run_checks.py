@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_dsv41.backends.megatron import checkpoints, settings
 from megatron_dsv41.backends.megatron.config import check_megatron_settings
 from megatron_dsv41.backends.megatron.initial import hash_digest, open_weights, weights_folder
-from megatron_dsv41.backends.megatron.run_source import START_FILE, start_record
+from megatron_dsv41.backends.megatron.run_source import START_FILE, check_origin, origin_of, start_record
 from megatron_dsv41.backends.te.machine import check_here
 from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.checkpoint.team import Team
@@ -25,7 +25,7 @@ from megatron_dsv41.data.tokenizer import open_tokenizer
 from megatron_dsv41.experiments.flops import count_parameters
 from megatron_dsv41.modules.engram import EngramHash
 from megatron_dsv41.ops.registry import Ops
-from megatron_dsv41.run_config import Leg, Run, load_run
+from megatron_dsv41.run_config import RUN_FILE, Leg, Run, load_run
 
 
 @dataclasses.dataclass
@@ -86,6 +86,8 @@ def _open_run(run: Run, start: int) -> int | None:
         _check_same_steps(run, folder / "run.yaml")
     if step is not None and run.checkpoint.optimizer:
         _check_same_optimizer(run, folder / "run.yaml")
+    if step is not None and run.checkpoint.export_interval is not None:
+        check_origin(origin_of(folder), folder)
     weights = count_parameters(run.architecture()).total
     checkpoints.require_space(folder, weights * (16 if run.checkpoint.optimizer else 4))
     return step
@@ -94,16 +96,23 @@ def _open_run(run: Run, start: int) -> int | None:
 def record_run(run: Run) -> None:
     """What the folder holds from here on. On a resume only after its checkpoint was found to fit."""
     folder = Path(run.checkpoint.folder)
-    write_whole(folder / "run.yaml", run.to_yaml().encode())
+    if (folder / RUN_FILE).is_file() and not (folder / START_FILE).is_file():  # else a changed run file would lose it
+        start = load_run(folder / RUN_FILE).train.init_from
+        write_whole(folder / START_FILE, start_record(None if start is None else Path(start)).encode())
+    write_whole(folder / RUN_FILE, run.to_yaml().encode())
 
 
 def _record_start(run: Run, weights: Path | None) -> None:
     """What the folder holds of a run that begins: its run file and where its weights come from.
 
-    ValueError when exports are to be stored as an origin that there is not: an earlier run started from scratch.
+    ValueError when exports need an origin that is not there, or are to be stored as one that never was: an earlier run
+    started from scratch.
     """
     record = start_record(weights)
-    if run.checkpoint.export_storage == "source" and json.loads(record)["origin"] is None:
+    origin = json.loads(record)["origin"]
+    if run.checkpoint.export_interval is not None and weights is not None:
+        check_origin(origin, weights.parent)  # of the run whose checkpoint it is; any other folder is its own origin
+    if run.checkpoint.export_storage == "source" and origin is None:
         raise ValueError(
             f"checkpoint.export_storage source keeps the storage of what train.init_from {run.train.init_from} was "
             "imported from, and that run started from scratch: choose released, bf16 or fp32"

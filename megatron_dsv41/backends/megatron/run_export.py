@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron_dsv41.backends.megatron.run_source import RunSource, origin_of
+from megatron_dsv41.backends.megatron.run_source import RunSource, check_origin, origin_of
 from megatron_dsv41.checkpoint.convert import export_checkpoint
 from megatron_dsv41.checkpoint.jobs import work_folder
 from megatron_dsv41.checkpoint.pieces import GIB, Effort
@@ -29,7 +29,9 @@ def export_run(
         tokenizer, missing = source.tokenizer_files(), None
     except ValueError as error:  # the weights are exported all the same; the run's data may lie elsewhere by now
         tokenizer, missing = [], str(error)
-    like = like or origin_of(folder)
+    if like is None:
+        like = origin_of(folder)
+        check_origin(like, folder)
     export_checkpoint(source, dst, config=source.config, like=like, beside=tokenizer, **options)
     return source.step, missing
 

@@ -32,8 +32,11 @@ class RunSource(DistributedTensors):
     """
 
     def __init__(self, folder: str | Path, step: int | None = None):
-        self.run: Run = load_run(Path(folder) / RUN_FILE)
-        self.config: DSV41Config = self.run.architecture()
+        try:
+            self.run: Run = load_run(Path(folder) / RUN_FILE)
+            self.config: DSV41Config = self.run.architecture()
+        except ValueError as error:
+            raise ValueError(f"{Path(folder) / RUN_FILE}: {error}") from error
         refuse_damaged(folder, step)
         steps = complete_steps(folder)
         if not steps:
@@ -54,12 +57,29 @@ class RunSource(DistributedTensors):
 
 
 def run_and_step(path: str | Path) -> tuple[Path, int | None] | None:
-    """(RUN, None) for a run's folder, (RUN, 100) for its checkpoint `RUN/iter_0000100`, None for any other path."""
-    path = Path(path)
-    if is_run(path):
-        return path, None
-    step = checkpoint_step(path)
-    return (path.parent, step) if step is not None and is_run(path.parent) else None
+    """(RUN, None) for a run's folder, (RUN, 100) for its checkpoint `RUN/iter_0000100`, None for any other path.
+
+    A link to a checkpoint is as good as its own path.
+    """
+    for place in (Path(path), Path(path).resolve()):
+        if is_run(place):
+            return place, None
+        step = checkpoint_step(place)
+        if step is not None and is_run(place.parent):
+            return place.parent, step
+    return None
+
+
+def named_checkpoint(path: str | Path, step: int | None) -> tuple[Path, int | None] | None:
+    """`run_and_step`, where a step may be asked for beside the path. ValueError where the path names another one."""
+    found = run_and_step(path)
+    if found is None or step is None:
+        return found
+    if found[1] not in (None, step):
+        raise ValueError(
+            f"{path} is the checkpoint of step {found[1]}, and asked is step {step}: leave one of them out"
+        )
+    return found[0], step
 
 
 def origin_of(folder: str | Path) -> str | None:
@@ -67,15 +87,30 @@ def origin_of(folder: str | Path) -> str | None:
     record = Path(folder) / START_FILE
     if record.is_file():
         return json.loads(record.read_text())["origin"]
-    return load_run(Path(folder) / RUN_FILE).train.init_from
+    start = load_run(Path(folder) / RUN_FILE).train.init_from
+    found = None if start is None else run_and_step(start)
+    if found is None:
+        return start
+    return None if found[0].resolve() == Path(folder).resolve() else origin_of(found[0])
+
+
+def check_origin(origin: str | None, folder: str | Path) -> None:
+    """ValueError with what to do when the origin of a run in `folder` is not there, and exports need it."""
+    if origin is not None and not (Path(origin) / "config.json").is_file():
+        raise ValueError(
+            f"the weights of {folder} come from {origin}, which is no checkpoint folder (any more), and exports take "
+            'scales, drafts and side files from it: bring it back, or write where it lies now as "origin" into '
+            f"{Path(folder) / START_FILE}; dsv41 convert export takes --like FOLDER, too"
+        )
 
 
 def start_record(weights: Path | None) -> str:
     """The text of a run's `started_from.json`. weights: a folder or a run's checkpoint; None: from scratch.
 
-    It names the origin, so that a run which started from another one can be exported when that is gone.
+    It names the origin, so that a run which started from another one can be exported when that is gone. Paths are
+    absolute: who reads them may be elsewhere.
     """
     found = None if weights is None else run_and_step(weights)
     origin = weights if found is None else origin_of(found[0])
     names = {"weights": weights, "origin": origin}
-    return json.dumps({key: None if path is None else str(path) for key, path in names.items()}) + "\n"
+    return json.dumps({key: None if path is None else str(Path(path).absolute()) for key, path in names.items()}) + "\n"

@@ -14,11 +14,20 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_dsv41 import presets
 from megatron_dsv41.backends.megatron.checkpoints import complete_steps, open_folder
-from megatron_dsv41.backends.megatron.run_source import RunSource, origin_of, run_and_step, start_record
+from megatron_dsv41.backends.megatron.run_checks import record_run
+from megatron_dsv41.backends.megatron.run_export import export_run
+from megatron_dsv41.backends.megatron.run_source import (
+    RunSource,
+    named_checkpoint,
+    origin_of,
+    run_and_step,
+    start_record,
+)
 from megatron_dsv41.checkpoint.convert import export_checkpoint, load_released
 from megatron_dsv41.checkpoint.mapping import bind
 from megatron_dsv41.cli import main
-from megatron_dsv41.run_config import run_from_dict
+from megatron_dsv41.cli.evaluate import open_checkpoint
+from megatron_dsv41.run_config import load_run, run_from_dict
 
 RUN = {
     "model": {"preset": "tiny"},
@@ -108,6 +117,19 @@ def test_files_beside_the_tensors_are_missed_too(tmp_path):
     assert complete_steps(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", [".metadata", "metadata.json"])
+def test_a_checkpoint_that_lost_its_description_is_named_not_passed_over(tmp_path, name):
+    write_run(tmp_path, 1)
+    write_run(tmp_path, 2)
+    path = tmp_path / "iter_0000002"
+    (path / "files.json").write_text(json.dumps({file.name: file.stat().st_size for file in path.iterdir()}))
+    (path / name).unlink()
+    assert complete_steps(tmp_path) == [1]
+    for use in (lambda: RunSource(tmp_path), lambda: open_folder(tmp_path, True)):
+        with pytest.raises(ValueError, match=rf"iter_0000002 is damaged: {re.escape(name)} is missing.*another step"):
+            use()
+
+
 def test_a_run_is_named_by_its_folder_or_by_a_checkpoint(tmp_path):
     for name in ("run", "iter_0000007"):  # a run may be called what it likes
         (tmp_path / name).mkdir()
@@ -129,9 +151,89 @@ def test_the_origin_of_runs_that_started_from_runs(tmp_path):
         if name in before:
             (folder / "started_from.json").write_text(start_record(tmp_path / start))
     shutil.rmtree(tmp_path / "b")
-    assert [origin_of(tmp_path / name) for name in "acde"] == ["hub", "hub", None, None]
-    assert start_record(Path("hub")) == '{"weights": "hub", "origin": "hub"}\n'
+    there = str(Path("hub").absolute())  # whoever exports may be elsewhere
+    assert [origin_of(tmp_path / name) for name in "acde"] == ["hub", there, None, None]
+    assert json.loads(start_record(Path("hub"))) == {"weights": there, "origin": there}
     assert start_record(None) == '{"weights": null, "origin": null}\n'
+
+
+def test_the_origin_of_runs_whose_record_was_not_kept(tmp_path):
+    """A copy of the run file and the checkpoints alone; a run that was resumed with itself as its start."""
+    for name, start in {"a": "hub", "b": "a/iter_0000001", "self": "self"}.items():
+        (tmp_path / name).mkdir()
+        given = start if start == "hub" else tmp_path / start
+        (tmp_path / name / "run.yaml").write_text(run_from_dict(RUN, (f"train.init_from={given}",)).to_yaml())
+    assert [origin_of(tmp_path / name) for name in ("a", "b", "self")] == ["hub", "hub", None]
+
+
+def test_a_resumed_run_without_a_record_gets_one(tmp_path):
+    """Before its run file is written anew, with whatever start it names now."""
+    run = run_from_dict(RUN, (f"checkpoint.folder={tmp_path}",))
+    (tmp_path / "run.yaml").write_text(run_from_dict(RUN, (f"train.init_from={tmp_path / 'hub'}",)).to_yaml())
+    record_run(run)
+    assert load_run(tmp_path / "run.yaml") == run and origin_of(tmp_path) == str(tmp_path / "hub")
+    record_run(run)
+    assert origin_of(tmp_path) == str(tmp_path / "hub")
+
+
+def test_an_export_names_an_origin_that_is_gone(tmp_path):
+    (tmp_path / "run").mkdir()
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "started_from.json").write_text(start_record(tmp_path / "hub"))
+    with pytest.raises(
+        ValueError, match=r"come from .*hub, which is no checkpoint folder.*started_from.json; .*--like"
+    ):
+        export_run(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_to_a_checkpoint(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    write_run(tmp_path / "run")
+    (tmp_path / "latest").symlink_to(tmp_path / "run" / "iter_0000001")
+    (tmp_path / "best").symlink_to(tmp_path / "run")
+    assert run_and_step(tmp_path / "latest") == ((tmp_path / "run").resolve(), 1)
+    assert run_and_step(tmp_path / "best") == (tmp_path / "best", None)
+    monkeypatch.chdir(tmp_path / "latest")
+    assert run_and_step(".") == ((tmp_path / "run").resolve(), 1)
+
+
+def test_what_is_unreadable_is_named(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name)
+    metadata = tmp_path / "one" / "iter_0000001" / ".metadata"
+    metadata.write_bytes(bytes(metadata.stat().st_size))
+    with pytest.raises(ValueError, match=r"iter_0000001 is damaged: \.metadata cannot be read"):
+        RunSource(tmp_path / "one")
+    sizes = {file.name: file.stat().st_size for file in metadata.parent.iterdir()}
+    (metadata.parent / "files.json").write_text(json.dumps(sizes))
+    with pytest.raises(ValueError, match=r"iter_0000001 is damaged: \.metadata cannot be read"):
+        RunSource(tmp_path / "one")
+    (tmp_path / "two" / "run.yaml").write_text(run_from_dict(RUN).to_yaml().replace("preset: tiny", "preset: tinny"))
+    with pytest.raises(ValueError, match=r"two/run\.yaml: model\.preset 'tinny' does not exist"):
+        RunSource(tmp_path / "two")
+
+
+def test_a_checkpoint_is_exported_by_its_path(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    first, _ = write_run(tmp_path / "run", 1), write_run(tmp_path / "run", 2)
+    path, out = tmp_path / "run" / "iter_0000001", tmp_path / "out"
+    assert main(["convert", "export", str(path), str(out), "--step", "2"]) == 2
+    assert f"{path} is the checkpoint of step 1, and asked is step 2" in capsys.readouterr().err
+    assert main(["convert", "export", str(path), str(out), "--quiet"]) == 0
+    assert f"exported step 1 of {tmp_path / 'run'} to" in capsys.readouterr().out
+    assert torch.equal(load_released(out)["norm.weight"], first["norm.weight"])
+    assert open_checkpoint(path, None)[0].step == 1 and open_checkpoint(tmp_path / "run", None)[0].step == 2
+    assert named_checkpoint(tmp_path / "run", 2) == (tmp_path / "run", 2)
+    assert named_checkpoint(path, 1) == (tmp_path / "run", 1) and named_checkpoint(out, 1) is None
+
+
+def test_folders_named_otherwise_are_no_checkpoints(tmp_path):
+    """A copy kept by hand is not one that the run counts."""
+    write_run(tmp_path, 1)
+    shutil.copytree(tmp_path / "iter_0000001", tmp_path / "iter_2")
+    assert complete_steps(tmp_path) == [1] and run_and_step(tmp_path / "iter_2") is None
 
 
 def test_commands_that_take_no_run_name_the_one_that_exports_it(tmp_path, capsys, monkeypatch):
@@ -154,6 +256,8 @@ def test_commands_that_take_no_run_name_the_one_that_exports_it(tmp_path, capsys
         capsys.readouterr()
         assert main(["convert", "verify", f"{folder}-exported", str(given), "--quiet"]) == 2
         assert capsys.readouterr().out == ""  # before it reads the first
+        export = ["convert", "export", f"{folder}-exported", str(tmp_path / "out"), "--like", str(given), "--quiet"]
+        assert main(export) == 2 and "write one with `dsv41 convert export" in capsys.readouterr().err
         (tmp_path / "my run-exported").rename(tmp_path / f"of {step}")
     monkeypatch.chdir(folder)
     assert main(["convert", "verify", "."]) == 2
