@@ -71,16 +71,15 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
     ranks = ranks or max(_fewest_ranks(leg.run) for leg in planned.legs)
     for leg in planned.legs:
         _check(leg.run, ranks)
-    layout = Layout.of(first, ranks)
     report = describe_model(config, first.phase, first.data.seq_length)
+    groups = None
     if planned.optimizer.name != "adamw":
         report["optimizer"] = groups = _describe_updates(planned)
-        layout = dataclasses.replace(layout, state_bytes=_mean_state(groups, layout.tables is not None))
-    report["memory"] = describe_memory(config, layout)
+    report["memory"] = describe_memory(config, _layout(first, ranks, groups))
     if first.precision.name is not None:
         report["precision"] = describe_precision(config, first.precision, first.parallel.tp)
     if planned.phases:
-        report["phases"] = [_describe_leg(leg, ranks, layout.state_bytes) for leg in planned.legs]
+        report["phases"] = [_describe_leg(leg, ranks, groups) for leg in planned.legs]
     report |= _describe_communication(first)
     if with_schedule:
         warmup, stable, cosine = planned.lr_steps
@@ -97,10 +96,17 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
     return report
 
 
-def _describe_leg(leg: Leg, ranks: int, state_bytes: float | None) -> dict[str, Any]:
+def _layout(run: Run, ranks: int, groups: list[dict[str, Any]] | None) -> Layout:
+    """groups: as `_describe_updates` gives them; None: AdamW's one."""
+    layout = Layout.of(run, ranks)
+    if groups is None:
+        return layout
+    return dataclasses.replace(layout, state_bytes=_mean_state(groups, layout.tables is not None))
+
+
+def _describe_leg(leg: Leg, ranks: int, groups: list[dict[str, Any]] | None) -> dict[str, Any]:
     run = leg.run
-    layout = dataclasses.replace(Layout.of(run, ranks), state_bytes=state_bytes)
-    memory = describe_memory(run.architecture(), layout)
+    memory = describe_memory(run.architecture(), _layout(run, ranks, groups))
     phase = next(phase for phase in leg.whole.phases if phase.name == leg.name)
     return {
         "name": leg.name,
@@ -173,7 +179,8 @@ def _planned_run(args: argparse.Namespace) -> Run:
     if any(override.startswith("batch") for override in overrides):
         return planned
     data = (args.ranks or _fewest_ranks(planned)) // _model_ranks(planned.parallel)
-    return dataclasses.replace(planned, batch=Batch(sequences=max(1, data)))  # one for each
+    turns = planned.parallel.pp if planned.parallel.vpp > 1 else 1
+    return dataclasses.replace(planned, batch=Batch(sequences=max(1, data) * turns))  # the fewest for each
 
 
 def _check(run: Run, ranks: int) -> None:

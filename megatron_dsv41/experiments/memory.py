@@ -75,7 +75,7 @@ class Layout:
             sequence=parallel.sp,
             pipeline=parallel.pp,
             virtual=parallel.vpp,
-            turn=run.of_megatron("microbatch_group_size_per_virtual_pipeline_stage"),
+            turn=run.of_megatron("microbatch_group_size_per_virtual_pipeline_stage") if parallel.vpp > 1 else None,
             context=parallel.cp,
             expert=parallel.ep,
             expert_tensor=parallel.expert_tp,

@@ -175,6 +175,26 @@ def test_cuts_say_what_crosses_and_what_else_could(capsys):
     assert "every hop is filled up to the longest" in text and "kv keys top-k pool query, shadow of 20" in text
 
 
+def test_interleaved_chunks_take_the_turns_that_training_takes(capsys):
+    run = ("--preset", "tiny", "parallel.pp=2", "parallel.vpp=2")
+    assert planned(capsys, *run)["memory"]["layout"]["num_micro_batches"] == 2  # a bare preset: the fewest
+    assert main(["plan", *run, "batch.sequences=3"]) == 2
+    assert "of the 3 in a step of a rank 1 remain" in capsys.readouterr().err
+
+
+def test_a_phase_without_owned_tables_has_their_state(capsys, tmp_path):
+    """Whatever the first phase has."""
+    run = {"model": {"preset": "tiny"}, "data": {"train": "x", "seq_length": 64}, "batch": {"sequences": 4}}
+    run |= {"train": {}, "checkpoint": {"folder": "x"}, "optimizer": {"name": "published"}}
+    phases = [{"name": "own", "steps": 2, "parallel": {"engram": 2}}, {"name": "whole", "steps": 2}]
+    sizes = {}
+    for number in (0, 1):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(json.dumps(run | {"phases": phases[number:]}))
+        sizes[number] = planned(capsys, str(file), "--ranks", "2")["phases"][-1]["gigabytes"]
+    assert sizes[0] == sizes[1]
+
+
 def test_traffic_divides_over_the_ranks_that_share_a_micro_batch(capsys):
     run = ("--preset", "flash", "data.seq_length=65536", "parallel.pp=4")
     one, four = (planned(capsys, *run, *more)["traffic"] for more in ((), ("parallel.tp=4", "parallel.sp=true")))

@@ -188,6 +188,8 @@ def check_megatron_settings(run: Run) -> None:
             raise ValueError(f"megatron.{name} is not an argument of Megatron{nearest(option, set(places))}")
         if option in REFUSED or places[option] in ours:
             raise ValueError(f"megatron.{name} cannot be set: {REFUSED.get(option, SET_ELSEWHERE)}")
+        if name != option and option in run.megatron:
+            raise ValueError(f"megatron.{name} and megatron.{option} are one setting: leave one of them out")
         try:
             _, rest = parser.parse_known_args(_command_line({option: value}))
         except argparse.ArgumentError as error:

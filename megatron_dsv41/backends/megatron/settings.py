@@ -11,6 +11,7 @@ from megatron_dsv41.precision import check_sizes
 from megatron_dsv41.run_config import Run
 
 MOST_REDUCE_SMS = 32
+TURN = "microbatch_group_size_per_virtual_pipeline_stage"
 BF16_KERNELS = {"csa2.sparse_attend": ("triton", "hopper", "flash_mla", "cudnn"), "mhc.site": ("hopper",)}
 
 
@@ -51,7 +52,35 @@ def check_world(run: Run, world_size: int) -> int:
             f"the global batch of {run.sequences_per_step} sequences is not a multiple of batch.micro "
             f"{run.batch.micro} x {data_size} data-parallel ranks: change batch.sequences or batch.micro"
         )
+    check_turns(run, run.sequences_per_step // (run.batch.micro * data_size))
     return data_size
+
+
+def check_turns(run: Run, micro_batches: int) -> None:
+    """ValueError when chunks of a pipeline rank cannot take turns as Megatron's interleaved schedule does."""
+    pp, asked = run.parallel.pp, run.of_megatron(TURN)
+    if asked is not None and (type(asked) is not int or asked < 1):
+        raise ValueError(f"megatron.{TURN} must be a whole number of micro-batches, at least 1, got {asked!r}")
+    if run.parallel.vpp == 1:
+        return
+    turn = asked or pp
+    if micro_batches < pp:
+        raise ValueError(
+            f"parallel.vpp {run.parallel.vpp} needs at least parallel.pp = {pp} micro-batches in a step of a rank, and "
+            f"there are {micro_batches}: raise batch.sequences, lower batch.micro, or set parallel.vpp=1"
+        )
+    if not pp <= turn <= micro_batches:
+        raise ValueError(
+            f"megatron.{TURN} {turn} must be at least parallel.pp = {pp} and at most the {micro_batches} micro-batches "
+            "in a step of a rank"
+        )
+    if 0 < micro_batches % turn < pp:
+        raise ValueError(
+            f"parallel.vpp {run.parallel.vpp} runs {turn} micro-batches of a chunk at a time, and of the "
+            f"{micro_batches} in a step of a rank {micro_batches % turn} remain, fewer than parallel.pp = {pp}: set "
+            f"batch.sequences to a multiple of {run.batch.micro * turn} for each data-parallel rank, or another "
+            f"megatron.{TURN}"
+        )
 
 
 def refuse_unsupported(run: Run) -> None:

@@ -71,6 +71,7 @@ CASES = {
     "ops.csa2=tritn": "ValueError: ops.csa2: no op has a provider 'tritn'; did you mean triton",
     "checkpoint.folder=/proc/none": "ValueError: checkpoint.folder /proc/none cannot be written",
     "train.steps=2": "already holds step 2 of 2: raise train.steps to go on",
+    "megatron={ddp_bucket_size: 1, ddp-bucket-size: 2}": "ddp_bucket_size and megatron.ddp-bucket-size are one setting",
     "checkpoint.resume=false": "is not empty and checkpoint.resume is false",
 }
 
@@ -88,6 +89,62 @@ def test_a_pipeline_rank_without_layers(home, layout, rank):
         check_settings(tiny_run(home, *stages), 2)
     assert check_settings(tiny_run(home, *stages, "optimizer.name=published"), 2) == 1
     assert check_settings(tiny_run(home, "parallel.pp=2", "parallel.vpp=2", "parallel.layout=E|tttt|tt|ttL"), 2) == 1
+
+
+TURNS = "megatron.microbatch-group-size-per-virtual-pipeline-stage="
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["batch.sequences=1"],
+            "vpp 2 needs at least parallel.pp = 2 micro-batches in a step of a rank, and there are 1",
+        ),
+        (["batch.sequences=3"], "of the 3 in a step of a rank 1 remain, fewer than parallel.pp = 2"),
+        (["batch.sequences=5", TURNS + "4"], "of the 5 in a step of a rank 1 remain.*to a multiple of 4 for each"),
+        ([TURNS + "1"], "stage 1 must be at least parallel.pp = 2 and at most the 4 micro-batches"),
+        ([TURNS + "5"], "stage 5 must be at least parallel.pp = 2 and at most the 4 micro-batches"),
+        ([TURNS + "0"], "must be a whole number of micro-batches, at least 1, got 0"),
+        ([TURNS + "'4'"], "must be a whole number of micro-batches, at least 1, got '4'"),
+        ([TURNS + "0", "parallel.vpp=1"], "must be a whole number of micro-batches, at least 1, got 0"),
+    ],
+)
+def test_turns_of_chunks_that_megatron_refuses(home, overrides, expected):
+    """It would after the model was built, in the first step."""
+    with pytest.raises(ValueError, match=expected):
+        check_settings(tiny_run(home, "parallel.pp=2", "parallel.vpp=2", *overrides), 2)
+
+
+@pytest.mark.parametrize("overrides", [["batch.sequences=2"], [TURNS + "4"], ["batch.sequences=5", TURNS + "3"]])
+def test_turns_of_chunks_that_megatron_takes(home, overrides):
+    assert check_settings(tiny_run(home, "parallel.pp=2", "parallel.vpp=2", *overrides), 2) == 1
+
+
+def test_a_start_from_a_damaged_run_and_exports_of_a_lost_origin(home, tmp_path):
+    for name in ("zeros", "lost"):
+        shutil.copytree(home / "run", tmp_path / name)
+    (part,) = (tmp_path / "zeros" / "iter_0000002").glob("*.distcp")
+    part.write_bytes(bytes(part.stat().st_size))
+    (tmp_path / "lost" / "started_from.json").write_text('{"weights": "/nowhere", "origin": "/nowhere"}')
+    exports = ("checkpoint.interval=1", "checkpoint.export_interval=1", "train.steps=3")
+    new, lost = f"checkpoint.folder={tmp_path / 'new'}", tmp_path / "lost"
+    damaged, start, resumed, without = run_ranks(
+        refusals,
+        1,
+        home,
+        [new, f"train.init_from={tmp_path / 'zeros'}"],
+        [new, f"train.init_from={lost}", *exports],
+        [f"checkpoint.folder={lost}", *exports],
+        [new, f"train.init_from={lost}"],
+    )[0]
+    assert "iter_0000002 cannot be read" in damaged and "name another one in train.init_from" in damaged
+    for message in (start, resumed):
+        assert message.startswith(
+            f"ValueError: the weights of {lost} come from /nowhere, which is no checkpoint folder"
+        )
+        assert str(lost / "started_from.json") in message
+    assert without is None
 
 
 def test_folders_and_files(home, tmp_path):
