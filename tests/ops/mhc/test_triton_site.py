@@ -1,15 +1,17 @@
 """mHC kernels against the definition in fp64: values, every gradient, odd sizes, hostile values, Sinkhorn's sums."""
 
+import functools
 import importlib
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_dsv41.ops.mhc import ref
+from megatron_dsv41.testing import mhc
 from megatron_dsv41.testing.bench import relative_error
+from megatron_dsv41.testing.mhc import CONSTANTS, assert_errors_are_the_definitions, call, hostile, pick, run
 
-CONSTANTS = (20, 1e-6, 1e-20)
+operands = functools.partial(mhc.operands, device="cuda")
 GPU = pytest.mark.gpu
 PROVIDERS = ["triton", "hopper"]
 
@@ -21,47 +23,6 @@ def load(provider: str):
     return importlib.import_module(f"megatron_dsv41.ops.mhc.{provider}_site")
 
 
-def operands(tokens: int, dim: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """y, streams, post, comb, pre, fn, base, scale, as a site gets them in training."""
-    g = torch.Generator().manual_seed(seed)
-    streams, y = torch.randn(tokens, 4, dim, generator=g), torch.randn(tokens, dim, generator=g)
-    post, pre = 2 * torch.rand(tokens, 4, generator=g), torch.rand(tokens, 4, generator=g)
-    comb = ref.sinkhorn(torch.randn(tokens, 4, 4, generator=g), 20, 1e-6)
-    fn = torch.randn(24, 4 * dim, generator=g) / (4 * dim) ** 0.5
-    base, scale = torch.randn(24, generator=g), torch.rand(3, generator=g) + 0.5
-    device = torch.device("cuda")
-    tensors = [y.to(dtype), streams.to(dtype), post, comb, pre, fn, base, scale]
-    return [t.to(device).requires_grad_() for t in tensors]
-
-
-def run(function, inputs: list[Tensor], dtype: torch.dtype | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs and the gradients of `inputs` under fixed random output gradients. dtype: computed in it."""
-    leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
-    outputs = function(*leaves)
-    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    g = torch.Generator().manual_seed(7)
-    grads = [torch.randn(o.shape, generator=g).to(inputs[1 if len(inputs) > 1 else 0].dtype) for o in outputs]
-    grads = [grad.to(o.device, o.dtype) for grad, o in zip(grads, outputs, strict=True)]
-    return outputs, list(torch.autograd.grad(outputs, leaves, grads))
-
-
-def pick(op: str, inputs: list[Tensor]) -> list[Tensor]:
-    y, streams, post, comb, pre, fn, base, scale = inputs
-    return {
-        "site": inputs,
-        "first site": [streams, pre, fn, base, scale],
-        "collapse": [streams, pre],
-        "expand": [y, streams, post, comb],
-    }[op]
-
-
-def call(provider, op: str):
-    if op == "first site":  # no update: its streams come back as they are
-        return lambda streams, *a: provider.site(None, streams, None, None, *a, *CONSTANTS)
-    function = getattr(provider, op)
-    return (lambda *a: function(*a, *CONSTANTS)) if op == "site" else function
-
-
 @GPU
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("op", ["site", "first site", "collapse", "expand"])
@@ -71,13 +32,7 @@ def test_bf16_errors_are_the_definitions(op: str, tokens: int, dim: int, provide
         pytest.skip("left to triton")
     kernels = load(provider)
     inputs = pick(op, operands(tokens, dim, torch.bfloat16))
-    exact = run(call(ref, op), inputs, torch.float64)
-    plain = run(call(ref, op), inputs)
-    fused = run(call(kernels, op), inputs)
-    for kind, e, p, f in zip(("value", "gradient"), exact, plain, fused, strict=True):
-        for i, (want, own, got) in enumerate(zip(e, p, f, strict=True)):
-            bound = 1.5 * relative_error(own, want) + 5e-6
-            assert relative_error(got, want) <= bound, f"{kind} {i}: {relative_error(got, want)} against {bound}"
+    assert_errors_are_the_definitions(op, inputs, run(call(kernels, op), inputs))
 
 
 @GPU
@@ -105,10 +60,7 @@ def test_rows_and_columns_sum_to_one_in_bf16(provider: str):
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("size", [0.0, 1e-18, 1e18])
 def test_hostile_streams(size: float, provider: str):
-    inputs = operands(33, 256, torch.bfloat16)
-    with torch.no_grad():
-        inputs[0] *= size
-        inputs[1] *= size
+    inputs = hostile(operands(33, 256, torch.bfloat16), size)
     plain, fused = call(ref, "site")(*inputs), call(load(provider), "site")(*inputs)
     for want, got in zip(plain, fused, strict=True):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-6 * max(size, 1.0))
