@@ -22,6 +22,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dsv41.checkpoint.distributed import lost_files
+from megatron_dsv41.run_config import RUN_FILE
 
 STAGING = ".saving"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -94,7 +95,7 @@ def open_folder(folder: str | Path, resume: bool) -> int | None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"checkpoint.folder {folder} is a file")
     if folder.is_dir() and any(folder.iterdir()):
-        ours = complete_steps(folder) or any((folder / name).exists() for name in ("run.yaml", TRACKER, STAGING, LOCK))
+        ours = complete_steps(folder) or any((folder / name).exists() for name in (RUN_FILE, TRACKER, STAGING, LOCK))
         if not resume:
             raise ValueError(
                 f"checkpoint.folder {folder} is not empty and checkpoint.resume is false: choose another folder"

@@ -25,7 +25,7 @@ from megatron_dsv41.data.tokenizer import open_tokenizer
 from megatron_dsv41.experiments.flops import count_parameters
 from megatron_dsv41.modules.engram import EngramHash
 from megatron_dsv41.ops.registry import Ops
-from megatron_dsv41.run_config import RUN_FILE, Leg, Run, load_run
+from megatron_dsv41.run_config import RUN_FILE, Leg, Run, is_run, load_run
 
 
 @dataclasses.dataclass
@@ -83,11 +83,12 @@ def _open_run(run: Run, start: int) -> int | None:
         length = "the steps or tokens of the last phase" if run.phases else "train.steps"
         raise ValueError(f"{folder} already holds step {step} of {run.steps}: raise {length} to go on")
     if step is not None:
-        _check_same_steps(run, folder / "run.yaml")
-    if step is not None and run.checkpoint.optimizer:
-        _check_same_optimizer(run, folder / "run.yaml")
-    if step is not None and run.checkpoint.export_interval is not None:
-        check_origin(origin_of(folder), folder)
+        before = load_run(folder / RUN_FILE) if is_run(folder) else run
+        _check_same_steps(run, before, folder)
+        if run.checkpoint.optimizer:
+            _check_same_optimizer(run, before, folder)
+        if run.checkpoint.export_interval is not None:
+            check_origin(origin_of(folder), folder)
     weights = count_parameters(run.architecture()).total
     checkpoints.require_space(folder, weights * (16 if run.checkpoint.optimizer else 4))
     return step
@@ -96,7 +97,7 @@ def _open_run(run: Run, start: int) -> int | None:
 def record_run(run: Run) -> None:
     """What the folder holds from here on. On a resume only after its checkpoint was found to fit."""
     folder = Path(run.checkpoint.folder)
-    if (folder / RUN_FILE).is_file() and not (folder / START_FILE).is_file():  # else a changed run file would lose it
+    if is_run(folder) and not (folder / START_FILE).is_file():  # else a changed run file would lose it
         start = load_run(folder / RUN_FILE).train.init_from
         write_whole(folder / START_FILE, start_record(None if start is None else Path(start)).encode())
     write_whole(folder / RUN_FILE, run.to_yaml().encode())
@@ -131,9 +132,8 @@ def check_same_hash(stored: str | None, corpus: Corpus, where: str) -> None:
         )
 
 
-def _check_same_steps(run: Run, stored: Path) -> None:
+def _check_same_steps(run: Run, before: Run, folder: Path) -> None:
     """ValueError when a run without phases goes on with steps of other tokens: what was read is counted in steps."""
-    before = load_run(stored) if stored.is_file() else run
     if run.phases or before.phases:
         return
     for setting, was, now in (
@@ -142,14 +142,13 @@ def _check_same_steps(run: Run, stored: Path) -> None:
     ):
         if was != now:
             raise ValueError(
-                f"checkpoint.folder {stored.parent} holds steps of {setting}={was}, and this run has {now}: what was "
+                f"checkpoint.folder {folder} holds steps of {setting}={was}, and this run has {now}: what was "
                 f"read and seen is counted in steps. Set {setting}={was}, or list phases"
             )
 
 
-def _check_same_optimizer(run: Run, stored: Path) -> None:
+def _check_same_optimizer(run: Run, before: Run, folder: Path) -> None:
     """ValueError when the folder's checkpoints hold the state of another optimizer."""
-    before = load_run(stored) if stored.is_file() else run
     for setting, was, now in (
         ("optimizer.name", before.optimizer.name, run.optimizer.name),
         ("parallel.engram", before.parallel.engram, run.parallel.engram)
@@ -160,14 +159,14 @@ def _check_same_optimizer(run: Run, stored: Path) -> None:
     ):
         if was != now:
             raise ValueError(
-                f"checkpoint.folder {stored.parent} was trained with {setting}={was}, whose state {setting}={now} "
+                f"checkpoint.folder {folder} was trained with {setting}={was}, whose state {setting}={now} "
                 f"cannot continue: set {setting}={was}, or start another folder from its weights with "
-                f"train.init_from={stored.parent}"
+                f"train.init_from={folder}"
             )
     if _trains_indexers(run) and not _trains_indexers(before):
         raise ValueError(
-            f"checkpoint.folder {stored.parent} was trained with phase.index_loss=off, and holds no optimizer state of "
-            f"indexers: start another folder from its weights with train.init_from={stored.parent}; within one run, "
+            f"checkpoint.folder {folder} was trained with phase.index_loss=off, and holds no optimizer state of "
+            f"indexers: start another folder from its weights with train.init_from={folder}; within one run, "
             "list its phases"
         )
 
