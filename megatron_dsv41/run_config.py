@@ -26,6 +26,7 @@ from megatron_dsv41.recipes import on_recipe
 from megatron_dsv41.typed_yaml import apply_override, build, copied, plain, read_yaml
 
 RUN_FILE = "run.yaml"
+TURN = "microbatch_group_size_per_virtual_pipeline_stage"  # of `megatron`: micro-batches of a chunk at a time
 Recompute = Literal["none", "selective", "block", "full"]
 
 

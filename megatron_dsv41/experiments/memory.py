@@ -27,7 +27,7 @@ from megatron_dsv41.experiments.pipeline_order import pipeline_order, waiting_ch
 from megatron_dsv41.layer_plan import LayerPlan, plan_layers
 from megatron_dsv41.ops.registry import choose
 from megatron_dsv41.parallel.stages import even_stages, parse_layout
-from megatron_dsv41.run_config import Recompute, Run
+from megatron_dsv41.run_config import TURN, Recompute, Run
 
 # Kinds of parameters that tensor parallelism does not cut; nor the latents of attention (wq_a, wkv and their norms).
 WHOLE = ("routers", "mhc", "norms", "compressors", "indexers", "engram projections")
@@ -75,7 +75,7 @@ class Layout:
             sequence=parallel.sp,
             pipeline=parallel.pp,
             virtual=parallel.vpp,
-            turn=run.of_megatron("microbatch_group_size_per_virtual_pipeline_stage") if parallel.vpp > 1 else None,
+            turn=run.of_megatron(TURN) if parallel.vpp > 1 else None,
             context=parallel.cp,
             expert=parallel.ep,
             expert_tensor=parallel.expert_tp,

@@ -13,10 +13,11 @@ def pipeline_order(
     Chunks of the interleaved form take turns after `group` micro-batches each (None: as many as there are stages);
     backward passes take the chunks in reverse.
     """
-    forward = list(_turns(virtual, micro_batches, group or pipeline))
+    group = group or pipeline
+    forward = list(_turns(virtual, micro_batches, group))
     ahead = pipeline - stage - 1
     if virtual > 1:
-        ahead = 2 * ahead + (virtual - 1) * (group or pipeline)
+        ahead = 2 * ahead + (virtual - 1) * group
     ahead = min(ahead, len(forward))
     for number in range(len(forward) + ahead):
         if number < len(forward):

@@ -8,10 +8,9 @@ from __future__ import annotations
 from megatron_dsv41.backends.megatron.layouts import check_layout, plan_crossings, sequence_pieces, stage_layers
 from megatron_dsv41.ops.registry import choose
 from megatron_dsv41.precision import check_sizes
-from megatron_dsv41.run_config import Run
+from megatron_dsv41.run_config import TURN, Run
 
 MOST_REDUCE_SMS = 32
-TURN = "microbatch_group_size_per_virtual_pipeline_stage"
 BF16_KERNELS = {"csa2.sparse_attend": ("triton", "hopper", "flash_mla", "cudnn"), "mhc.site": ("hopper",)}
 
 
