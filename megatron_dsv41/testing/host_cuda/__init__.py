@@ -53,9 +53,16 @@ class HostKernels:
         self._library = ctypes.CDLL(str(library))
 
     def launch(
-        self, file: str, name: str, blocks: int, threads: int, *arguments: Tensor | int | float, shared_bytes: int = 0
+        self,
+        file: str,
+        name: str,
+        blocks: int,
+        threads: int,
+        *arguments: Tensor | int | float,
+        shared_bytes: int = 0,
+        early: bool = False,
     ) -> None:
-        """Run a kernel; `file` is not looked at. RuntimeError: the kernel is wrong, and how; TypeError: the call."""
+        """Run a kernel, whatever `file` and `early`. RuntimeError: what is wrong in it; TypeError: in the call."""
         parameters = self._parameters[name]
         if len(arguments) != len(parameters):
             raise TypeError(f"{name} takes {len(parameters)} arguments, got {len(arguments)}")

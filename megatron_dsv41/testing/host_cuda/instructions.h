@@ -39,6 +39,48 @@ void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, N
     std::copy(sums, sums + 4, d);
 }
 
+// wgmma m64nNk16: a lane has N / 2 sums, of the rows and columns of N / 8 products of its warp. `b` are N rows of 128
+// bytes, swizzled by 128 bytes. The sums are unreadable until the wait, which is when `b` is read.
+template <int N> void group_multiply(float (&d)[N / 2], const unsigned (&a)[4], uint64_t b, int add) {
+    if (current->products.empty()) {
+        current->sums = d;
+        current->before.assign(d, d + N / 2);
+    }
+    if (current->sums != d) fail("a warpgroup's products in flight have several sums");
+    current->products.push_back({{a[0], a[1], a[2], a[3]}, b, add});
+    std::fill(d, d + N / 2, NAN);
+}
+inline void group_wait() {
+    meet_group("the wait for products");
+    Fiber& mine = *current;
+    std::vector<float> sums = mine.before;
+    for (size_t n = 0; n < mine.products.size(); ++n) {
+        const Product& product = mine.products[n];
+        const unsigned start = (unsigned)(product.b << 4) & 0x3ffff;
+        for (unsigned other = mine.index / GROUP * GROUP, i = 0; i < (unsigned)GROUP; ++i) {
+            const auto& theirs = fibers[other + i].products;
+            if (theirs.size() != mine.products.size() || theirs[n].b != product.b || theirs[n].add != product.add)
+                fail("threads of a warpgroup multiply by different things");
+        }
+        for (size_t i = 0; i < sums.size(); ++i) {
+            const int row = lane() / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
+            double sum = product.add ? sums[i] : 0.0;
+            for (int k = 0; k < 16; ++k) {
+                const Fiber& holder = fibers[mine.index / WARP * WARP + row % 8 * 4 + k % 8 / 2];
+                unsigned at = start + column / 8 * 1024 + column % 8 * 128 + k * 2;
+                at ^= (at >> 7 & 7) << 4;
+                unsigned short half;
+                memcpy(&half, shared + at, 2);
+                sum += (double)from_bf16(holder.products[n].a[row / 8 + k / 8 * 2], k % 2) * from_bf16(half, 0);
+            }
+            sums[i] = (float)sum;
+        }
+    }
+    meet_group("the end of products");
+    if (!mine.products.empty()) std::copy(sums.begin(), sums.end(), mine.sums);
+    mine.products.clear();
+}
+
 }  // namespace host
 
 inline unsigned shared_address(const void* p) { return (unsigned)(static_cast<const unsigned char*>(p) - host::shared); }
@@ -73,3 +115,15 @@ inline void mma_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigne
 inline void mma_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     host::multiply<8, 1>(d, a, b0, b1, [](unsigned word, int) { return __uint_as_float(word); });
 }
+inline void prefetch_l2(const void* from, int bytes) { host::require_tensor(from, bytes, "a prefetch"); }
+inline void next_may_start() {}  // kernels run one after another
+inline void wait_for_last() {}
+inline void mma_fence() {}  // memory has one order
+inline void fence_async() {}
+inline uint64_t descriptor(unsigned address) {
+    if (address % 1024) host::fail("a matrix does not start at a swizzle's period");
+    return (address & 0x3ffff) >> 4;
+}
+inline void mma144(float (&d)[72], const unsigned (&a)[4], uint64_t b, int add) { host::group_multiply<144>(d, a, b, add); }
+inline void mma_commit() {}
+inline void mma_wait() { host::group_wait(); }

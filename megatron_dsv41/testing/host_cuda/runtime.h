@@ -30,13 +30,14 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 namespace host {
 
-constexpr int WARP = 32, MOST_WARPS = 32, MOST_SHARED = 232448;  // bytes that a block may have on SM90
+constexpr int WARP = 32, MOST_WARPS = 32, GROUP = 128, MOST_SHARED = 232448;  // bytes that a block may have on SM90
 constexpr unsigned char UNWRITTEN = 0xff;                         // NaN in every float format
 
 struct Index { unsigned x = 0, y = 0, z = 0; };
 struct Copy { unsigned char* to; const unsigned char* from; int bytes; };
 struct Meeting { int arrived = 0; unsigned long round = 0; const char* where = nullptr; };
 struct Range { const unsigned char *begin, *end; };
+struct Product { unsigned a[4]; uint64_t b; int add; };
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack = std::vector<char>(128 << 10);
@@ -45,13 +46,16 @@ struct Fiber {
     const char* where = "the start";
     std::vector<Copy> open;                  // copies since the last commit
     std::deque<std::vector<Copy>> committed;
+    float* sums = nullptr;                   // of the warpgroup's products that were not waited for
+    std::vector<float> before;               // what they held
+    std::vector<Product> products;
 };
 
 inline std::vector<Fiber> fibers;
 inline Fiber* current = nullptr;
 inline ucontext_t scheduler;
 inline Index block, grid, block_size;
-inline Meeting warps[MOST_WARPS], everyone;
+inline Meeting warps[MOST_WARPS], groups[MOST_WARPS / 4], everyone;
 inline uint64_t exchanged[MOST_WARPS][WARP];
 alignas(1024) inline unsigned char shared[2 * MOST_SHARED];  // more, to see what is written beyond
 inline unsigned shared_bytes = 0;
@@ -86,6 +90,8 @@ inline void meet(Meeting& meeting, unsigned count, const char* where) {
 }
 inline void meet_warp(const char* where) { meet(warps[warp()], WARP, where); }
 
+inline void meet_group(const char* where) { meet(groups[current->index / GROUP], GROUP, where); }
+
 inline void require_tensor(const void* from, size_t bytes, const char* what) {
     const auto* begin = static_cast<const unsigned char*>(from);
     for (const Range& tensor : tensors)
@@ -105,12 +111,13 @@ inline void start() {
 inline void run_block() {
     memset(shared, UNWRITTEN, sizeof shared);
     for (Meeting& meeting : warps) meeting = {};
+    for (Meeting& meeting : groups) meeting = {};
     everyone = {};
     const unsigned threads = block_size.x;
     for (unsigned i = 0; i < threads; ++i) {
         Fiber& fiber = fibers[i];
         fiber.index = i, fiber.done = false, fiber.where = "the start";
-        fiber.open.clear(), fiber.committed.clear();
+        fiber.open.clear(), fiber.committed.clear(), fiber.products.clear();
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.data();
         fiber.context.uc_stack.ss_size = fiber.stack.size();
