@@ -182,12 +182,12 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
         ahead.next<FORWARD_STAGES, 2>(blocks, stride);
     }
     // eight channels of a row of fn, as TERMS bf16 whose sum they are; eights of rows: term by term
+#pragma unroll 3
     for (int at = tid; at < blocks * 2 * 4 * 3 * 32; at += THREADS) {
         const int part = at / 96, a = at / 32 % 3, row = 8 * a + at % 32 / 4;
         const float* from = fn + ((long long)row * 4 + part % 4) * DIM + first + part / 4 * 32 + at % 4 * 8;
-        float rest[8];
-        Coefficients::four(rest, from);
-        Coefficients::four(rest + 4, from + 4);
+        const float4 low = __ldg(reinterpret_cast<const float4*>(from)), high = __ldg(reinterpret_cast<const float4*>(from) + 1);
+        float rest[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int term = 0; term <= TERMS; ++term) {
             const int eight = 3 * term + a;
@@ -336,29 +336,48 @@ __device__ __forceinline__ float row_softmax(float x) {
     return weight / row_sum(weight);
 }
 
-// Partials of a token -> sums [T, WIDTH]; then RMS, scale, base, sigmoids and Sinkhorn. A warp takes two tokens; each of
-// its halves one of them, a lane per cell of the mixing matrix.
+__device__ __forceinline__ void add(float4& sum, const float4& x) {
+    sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+}
+
+// Sums of `count` fours that lie `stride` floats apart, from `from` on: AHEAD of them are on their way at once. They are
+// added in order.
+template <int AHEAD>
+__device__ __forceinline__ void add_all(float4& sum, const float* from, int count, long long stride) {
+    for (int begin = 0; begin < count; begin += AHEAD) {
+        float4 x[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (begin + i < count) x[i] = *reinterpret_cast<const float4*>(from + (begin + i) * stride);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) add(sum, x[i]);
+    }
+}
+
+// Partials of a token -> sums [T, WIDTH]; then RMS, scale, base, sigmoids and Sinkhorn. Half a warp takes a token: eight of
+// its lanes every other partial, four columns each; then a lane per cell of the mixing matrix.
 template <int COUNT>
-__global__ void __launch_bounds__(COUNT * 32)
+__global__ void __launch_bounds__(COUNT * 32, 2)
 predict_forward(const float* partial, const float* base, const float* scale, float* sums, float* pre, float* post,
                 float* comb, int num_tokens, int chunks, int channels, int iters, double eps64, double rms_eps) {
     const int lane = threadIdx.x % 32, cell = lane % 16, pair = (blockIdx.x * COUNT + threadIdx.x / 32) * 2;
     if (pair >= num_tokens) return;
     const float eps = (float)eps64;
-    float total[2] = {0.0f, 0.0f};
-    const long long second = min(pair + 1, num_tokens - 1);
-    const float* from[2] = {partial + (long long)pair * chunks * WIDTH + lane, partial + second * chunks * WIDTH + lane};
-#pragma unroll 20
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-        total[0] += from[0][chunk * WIDTH];
-        total[1] += from[1][chunk * WIDTH];
-    }
-    sums[(long long)pair * WIDTH + lane] = total[0];
-    sums[second * WIDTH + lane] = total[1];
-    const int token = pair + lane / 16;
+    const int token = pair + lane / 16, parity = lane / 8 % 2, four = lane % 8;
+    const long long row = min(token, num_tokens - 1);
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const float* from = partial + (row * chunks + parity) * WIDTH + four * 4;
+    add_all<20>(sum, from, (chunks - parity + 1) / 2, 2 * WIDTH);
+    add(sum, make_float4(__shfl_xor_sync(FULL, sum.x, 8), __shfl_xor_sync(FULL, sum.y, 8), __shfl_xor_sync(FULL, sum.z, 8),
+                         __shfl_xor_sync(FULL, sum.w, 8)));
+    if (parity == 0) *reinterpret_cast<float4*>(sums + row * WIDTH + four * 4) = sum;
     auto of_token = [&](int column) {
-        const float a = __shfl_sync(FULL, total[0], column), b = __shfl_sync(FULL, total[1], column);
-        return lane < 16 ? a : b;
+        const int from_lane = lane / 16 * 16 + column / 4;
+        const float x = __shfl_sync(FULL, sum.x, from_lane), y = __shfl_sync(FULL, sum.y, from_lane);
+        const float z = __shfl_sync(FULL, sum.z, from_lane), w = __shfl_sync(FULL, sum.w, from_lane);
+        return column % 4 < 2 ? (column % 2 ? y : x) : (column % 2 ? w : z);
     };
     const float rms = 1.0f / sqrtf(of_token(SQUARES) / channels + (float)rms_eps);
     const float gate = of_token(cell % 8) * rms, logit = of_token(8 + cell) * rms * scale[2] + base[8 + cell];
@@ -516,6 +535,7 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
     }
     // row g of product p is channel 8g + 2p, row g + 8 the one after it
     fetch_weights(step.tile);
+#pragma unroll 4
     for (int at = tid; at < blocks * 4 * 12 * 32; at += THREADS) {
         const int part = at / 32, k = part % 3 * 8 + at % 4, p = part / 3 % 4, j = part / 12 % 4;
         const float* from = fn + ((long long)k * 4 + j) * DIM + first + part / 48 * BLOCK + at % 32 / 4 * 8 + 2 * p;
@@ -725,59 +745,51 @@ fn_gradient(const u16* streams, const u16* operand, float* partial, int num_toke
     }
 }
 
-// The partials of all the above, summed. CTAs from 0: gradients of the coefficients, where there are any; then of fn; the
-// last one: of base and scale.
+// The partials of all the above, summed. CTAs from 0: gradients of base and scale, if `project`, as those take longest; of
+// the coefficients; of fn, if there are several partials of it.
 template <int COUNT>
-__global__ void __launch_bounds__(COUNT)
+__global__ void __launch_bounds__(COUNT, 2)
 sum_gradients(const float* of_mix, const float* of_fn, const float* param, float* grad_pre, float* grad_post,
               float* grad_comb, float* grad_fn, float* grad_base, float* grad_scale, int num_tokens, int chunks, int columns,
-              int shares, int tiles, int mix_ctas, int fn_ctas) {
+              int shares, int tiles, int mix_ctas, int project) {
     __shared__ float parts[COUNT];
-    int cta = blockIdx.x;
-    if (cta < mix_ctas) {
-        const long long at = (long long)cta * COUNT + threadIdx.x, token = at / 24;
-        if (token >= num_tokens) return;
-        const int k = at % 24;
-        const float* from = of_mix + token * chunks * 24 + k;
-        float sum = 0.0f;
-#pragma unroll 16
-        for (int chunk = 0; chunk < chunks; ++chunk) sum += from[chunk * 24];
-        if (k < 4) grad_pre[token * 4 + k] = sum;
-        else if (k < 8) grad_post[token * 4 + k - 4] = sum;
-        else grad_comb[token * 16 + k - 8] = sum;
-        return;
-    }
-    cta -= mix_ctas;
-    if (cta < fn_ctas) {
-        const long long at = (long long)cta * COUNT + threadIdx.x, size = columns * 6ll;  // in fours
+    const int cta = blockIdx.x - project;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (cta >= mix_ctas) {
+        const long long at = (long long)(cta - mix_ctas) * COUNT + threadIdx.x, size = columns * 6ll;  // in fours
         if (at >= size) return;
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-        for (int share = 0; share < shares; ++share) {
-            const float4 x = reinterpret_cast<const float4*>(of_fn)[share * size + at];
-            sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-        }
+        add_all<8>(sum, of_fn + at * 4, shares, size * 4);
         reinterpret_cast<float4*>(grad_fn)[at] = sum;
         return;
     }
+    if (cta >= 0) {
+        const long long at = (long long)cta * COUNT + threadIdx.x, token = at / 6;
+        if (token >= num_tokens) return;
+        const int four = at % 6;
+        add_all<14>(sum, of_mix + token * chunks * 24 + four * 4, chunks, 24);
+        float* to = four == 0 ? grad_pre + token * 4 : grad_post + token * 4;
+        if (four > 1) to = grad_comb + token * 16 + four * 4 - 8;
+        *reinterpret_cast<float4*>(to) = sum;
+        return;
+    }
     const int k = threadIdx.x % 48;
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int tile = threadIdx.x / 48; tile < tiles; tile += COUNT / 48) sum += param[tile * 48ll + k];
-    parts[threadIdx.x] = sum;
+    float one = 0.0f;
+#pragma unroll 16
+    for (int tile = threadIdx.x / 48; tile < tiles; tile += COUNT / 48) one += param[tile * 48ll + k];
+    parts[threadIdx.x] = one;
     __syncthreads();
     if (threadIdx.x < 48) {
-        sum = 0.0f;
-        for (int i = 0; i < COUNT / 48; ++i) sum += parts[i * 48 + k];
-        if (k < 24) grad_base[k] = sum;
+        one = 0.0f;
+        for (int i = 0; i < COUNT / 48; ++i) one += parts[i * 48 + k];
+        if (k < 24) grad_base[k] = one;
     }
     __syncthreads();
-    if (threadIdx.x < 48) parts[threadIdx.x] = sum;
+    if (threadIdx.x < 48) parts[threadIdx.x] = one;
     __syncthreads();
     if (threadIdx.x < 3) {
         const int begin = 24 + (threadIdx.x == 2 ? 8 : 4 * threadIdx.x), count = threadIdx.x == 2 ? 16 : 4;
-        sum = 0.0f;
-        for (int i = 0; i < count; ++i) sum += parts[begin + i];
-        grad_scale[threadIdx.x] = sum;
+        one = 0.0f;
+        for (int i = 0; i < count; ++i) one += parts[begin + i];
+        grad_scale[threadIdx.x] = one;
     }
 }

@@ -112,13 +112,13 @@ class _Site(torch.autograd.Function):
             shared_bytes=BACKWARD_RING + BACKWARD_BLOCKS * BACKWARD_FN,
         )  # fmt: skip
         grad_pre, grad_post, grad_comb = (_wide(streams, tokens, *shape) for shape in ((4,), (4,), (4, 4)))
-        mix_ctas = _ceil(24 * tokens, SUM_THREADS)
+        mix_ctas = _ceil(6 * tokens, SUM_THREADS)
         fn_ctas = _ceil(6 * NUM_STREAMS * dim, SUM_THREADS) if shares > 1 else 0
         launch(
             FILE, f"sum_gradients<{SUM_THREADS}>", mix_ctas + fn_ctas + project, SUM_THREADS, partial_mix,
             *_or(partial_mix, partial_fn, param), grad_pre, grad_post, grad_comb,
             *_or(partial_mix, grad_fn, grad_base, grad_scale),
-            tokens, grid.chunks, NUM_STREAMS * dim, shares, tiles, mix_ctas, fn_ctas,
+            tokens, grid.chunks, NUM_STREAMS * dim, shares, tiles, mix_ctas, int(project),
         )  # fmt: skip
         if not plan.update:
             grad_post = grad_comb = None

@@ -83,7 +83,14 @@ def test_hopper_small_kernel_does_not_spill(kernel, monkeypatch, tmp_path):
     check_no_stack(kernel, monkeypatch, tmp_path)
 
 
-def check_no_stack(kernel: str, monkeypatch, folder: Path) -> None:
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch, for its NVRTC")
+@pytest.mark.parametrize("kernel", ["predict_forward<8>", "sum_gradients<384>"])
+def test_hopper_sums_keep_their_loads_on_the_way(kernel, monkeypatch, tmp_path):
+    used = check_no_stack(kernel, monkeypatch, tmp_path)
+    assert not used or used["REG"] >= 64  # fourteen loads of four at once; without a word the compiler keeps to 32
+
+
+def check_no_stack(kernel: str, monkeypatch, folder: Path) -> dict[str, int]:
     from torch.cuda._utils import _nvrtc_compile
 
     from megatron_dsv41.ops.mhc import hopper_site
@@ -92,6 +99,7 @@ def check_no_stack(kernel: str, monkeypatch, folder: Path) -> None:
     binary, _ = _nvrtc_compile(Path(hopper_site.FILE).read_text(), kernel, "90a")
     used = resources(binary, folder)
     assert used.get("STACK", 0) == 0
+    return used
 
 
 def test_hopper_site_fits_a_multiprocessor():
