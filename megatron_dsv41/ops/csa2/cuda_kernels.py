@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils import cpp_extension
 
 FOLDER = Path(__file__).parent
 LARGEST_STATIC_SHARED = 48 * 1024  # bytes that need no opt-in
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_... of cuda.h
 
 
 @functools.cache
@@ -37,13 +39,66 @@ def kernel(file: str, name: str, shared_bytes: int, device: int) -> Any:
     return compiled
 
 
-def launch(file: str, name: str, blocks: int, threads: int, *args: Tensor | int | float, shared_bytes: int = 0) -> None:
-    """Launch on the first argument's device, on its current stream. Floats arrive as double, integers as int."""
+def launch(
+    file: str,
+    name: str,
+    blocks: int,
+    threads: int,
+    *args: Tensor | int | float,
+    shared_bytes: int = 0,
+    early: bool = False,
+) -> None:
+    """Launch on the first argument's device, on its current stream. Floats arrive as double, integers as int.
+
+    early: its CTAs may start while the kernel before it in the stream still runs (programmatic dependent launch), from
+    when that one says `griddepcontrol.launch_dependents` in all its CTAs. Every thread must say `griddepcontrol.wait`
+    before it reads what that kernel writes, or writes what it reads.
+    """
     first = args[0]
     assert isinstance(first, Tensor) and first.device.index is not None
     _enter_context(first.device.index)
     compiled = kernel(file, name, shared_bytes, first.device.index)
-    compiled(grid=(blocks, 1, 1), block=(threads, 1, 1), args=list(args), shared_mem=shared_bytes)
+    if early:
+        stream = torch.cuda.current_stream(first.device).cuda_stream
+        _launch_early(compiled.func, blocks, threads, shared_bytes, stream, args)
+    else:
+        compiled(grid=(blocks, 1, 1), block=(threads, 1, 1), args=list(args), shared_mem=shared_bytes)
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h."""
+
+    _fields_ = [("id", ctypes.c_int), ("value", ctypes.c_longlong * 8)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+def _launch_early(
+    function: ctypes.c_void_p, blocks: int, threads: int, shared_bytes: int, stream: int, args: Sequence[Any]
+) -> None:
+    allowed = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, (ctypes.c_longlong * 8)(1))
+    grid, block = (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(threads, 1, 1)
+    config = _Config(grid, block, shared_bytes, stream, ctypes.pointer(allowed), 1)
+    values = [_value(arg) for arg in args]
+    places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    _check(_driver().cuLaunchKernelEx(ctypes.byref(config), function, places, None))
+
+
+def _value(arg: Tensor | int | float) -> Any:
+    if isinstance(arg, Tensor):
+        return ctypes.c_void_p(arg.data_ptr())
+    return ctypes.c_int(arg) if isinstance(arg, int) else ctypes.c_double(arg)
 
 
 def _enter_context(device: int) -> None:

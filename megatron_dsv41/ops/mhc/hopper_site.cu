@@ -8,6 +8,9 @@
 //
 // What is summed over channels (24 projections, the sum of squares, 24 gradients of coefficients) leaves as one partial
 // per chunk, and is summed in a fixed order by a small kernel: results are the same on every run.
+//
+// Kernels behind another one are launched early (cuda_kernels.py): they start while it ends, do what needs nothing of it,
+// and wait. All threads of a kernel that is launched early wait, so whoever waits for it has waited for those before it.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -56,6 +59,10 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// The next kernel of the stream, if launched early, may start once all CTAs have said this or ended.
+__device__ __forceinline__ void next_may_start() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
+// In a kernel launched early: until the kernel before it has ended and what it wrote can be read.
+__device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
 // -- end of instructions
 
 __device__ __forceinline__ float half_of(u32 word, int e) {  // of a pair of bf16
@@ -155,6 +162,7 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
     Vec* fn_parts = reinterpret_cast<Vec*>(memory + WARPS * (FORWARD_STAGES * SLOT + 8 * TABLE));
     const Rows<3, 4> rows(lane);
 
+    next_may_start();
     auto fetch = [&](const Step& step) {
         if (step.tile < tiles) {
             const u32 to = shared_address(ring + step.slot * SLOT);
@@ -363,6 +371,7 @@ __global__ void __launch_bounds__(COUNT * 32, 2)
 predict_forward(const float* partial, const float* base, const float* scale, float* sums, float* pre, float* post,
                 float* comb, int num_tokens, int chunks, int channels, int iters, double eps64, double rms_eps) {
     const int lane = threadIdx.x % 32, cell = lane % 16, pair = (blockIdx.x * COUNT + threadIdx.x / 32) * 2;
+    wait_for_last();
     if (pair >= num_tokens) return;
     const float eps = (float)eps64;
     const int token = pair + lane / 16, parity = lane / 8 % 2, four = lane % 8;
@@ -409,6 +418,7 @@ predict_backward(const float* sums, const float* base, const float* scale, const
     float* divisors = parts + COUNT * 48 + threadIdx.x;   // [2 * iters - 1][COUNT * 16]
     constexpr int NEXT = COUNT * 16;
     const int cell = threadIdx.x % 16, place = threadIdx.x / 16, token = blockIdx.x * COUNT + place;
+    next_may_start();
     const bool live = token < num_tokens;
     const long long row = min(token, num_tokens - 1);
     const float eps = (float)eps64;
@@ -498,13 +508,10 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
     Vec* fn_parts = reinterpret_cast<Vec*>(memory + WARPS * (BACKWARD_STAGES * SLOT + 8 * TABLE));
     const Rows<1, 6> rows(lane);
 
-    auto fetch = [&](const Step& step) {
+    next_may_start();
+    auto fetch_unit = [&](const Step& step) {
         if (step.tile < tiles) {
             const int column = first + step.block * BLOCK + lane % 8 * 8;
-            if (step.block == 0) {
-                const u32 table = shared_address(tables + step.turn * TABLE);
-                copy_tables<UPDATE, UNIT, FOURS>(table, post, comb, pre, weight, step.tile * UNIT, num_tokens);
-            }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int token = step.tile * UNIT + rows.row[i], bytes = token < num_tokens ? 16 : 0;
@@ -519,22 +526,25 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
                 if (UPDATE) copy16(to + LAST * ARRAY, y + row * DIM + column, bytes);
             }
         }
-        copy_commit();
+    };
+    auto fetch_tables = [&](const Step& step) {
+        if (step.tile >= tiles || step.block > 0) return;
+        const u32 table = shared_address(tables + step.turn * TABLE);
+        copy_tables<UPDATE, UNIT, FOURS>(table, post, comb, pre, weight, step.tile * UNIT, num_tokens);
     };
     float next_weights[6];
     auto fetch_weights = [&](int tile) {
         const float* from = weight + (long long)min(tile * UNIT + g, num_tokens - 1) * WIDTH + q;
 #pragma unroll
-        for (int i = 0; i < 6; ++i) next_weights[i] = __ldg(from + 4 * i);
+        for (int i = 0; i < 6; ++i) next_weights[i] = from[4 * i];
     };
     Step step = {share * WARPS + warp, 0, 0, 0, 0}, ahead = step;
 #pragma unroll
     for (int i = 0; i < BACKWARD_STAGES; ++i) {
-        fetch(ahead);
+        fetch_unit(ahead);
         ahead.next<BACKWARD_STAGES, 1>(blocks, stride);
     }
     // row g of product p is channel 8g + 2p, row g + 8 the one after it
-    fetch_weights(step.tile);
 #pragma unroll 4
     for (int at = tid; at < blocks * 4 * 12 * 32; at += THREADS) {
         const int part = at / 32, k = part % 3 * 8 + at % 4, p = part / 3 % 4, j = part / 12 % 4;
@@ -542,6 +552,15 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
         const float2 a = __ldg(reinterpret_cast<const float2*>(from));
         const float2 b = __ldg(reinterpret_cast<const float2*>(from + 16ll * DIM));
         fn_parts[at] = {to_tf32(a.x), to_tf32(a.y), to_tf32(b.x), to_tf32(b.y)};
+    }
+    wait_for_last();  // weight is its work, or of the one before it
+    fetch_weights(step.tile);
+    ahead = step;
+#pragma unroll
+    for (int i = 0; i < BACKWARD_STAGES; ++i) {  // the first group of copies has all units so far
+        fetch_tables(ahead);
+        copy_commit();
+        ahead.next<BACKWARD_STAGES, 1>(blocks, stride);
     }
     __syncthreads();
 
@@ -642,7 +661,9 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
             }
         }
         __syncwarp();
-        fetch(ahead);
+        fetch_unit(ahead);
+        fetch_tables(ahead);
+        copy_commit();
         ahead.next<BACKWARD_STAGES, 1>(blocks, stride);
         if (step.block == blocks - 1) {  // over the eight lanes of a token: lane 4g + q keeps columns g, g + 8, g + 16
 #pragma unroll
@@ -687,30 +708,31 @@ fn_gradient(const u16* streams, const u16* operand, float* partial, int num_toke
     const Rows<1, 6> rows(lane);
     Vec* weights = reinterpret_cast<Vec*>(memory + WARPS * STAGES * SLOT);
     // Tile `at` of this share: groups of GROUP tiles go round the shares.
-    auto fetch = [&](int at, int slot) {
-        const int tile = (at / GROUP * shares + share) * GROUP + at % GROUP;
-        if (at % GROUP == 0) {
-            const u32 to = shared_address(weights + at / GROUP % 2 * WEIGHTS);
-            for (int i = tid; i < min(WEIGHTS, (tiles - tile) * 96); i += THREADS)
-                copy16(to + i * 16, operand + (tile * 96ll + i) * 8, 16);
-        }
-        if (tile < tiles && mine) {
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const int token = tile * ROWS + rows.row[r % 2] + r / 2 * 8;
-                const u16* from = streams + (long long)min(token, num_tokens - 1) * columns + warp_column + lane % 8 * 8;
-                copy16(shared_address(ring + slot * SLOT + r / 2 * 1024 + rows.offset[r % 2]), from, token < num_tokens ? 16 : 0);
-            }
-        }
-        copy_commit();
+    auto tile_at = [&](int at) { return (at / GROUP * shares + share) * GROUP + at % GROUP; };
+    auto fetch_weights = [&](int at) {
+        if (at % GROUP != 0) return;
+        const u32 to = shared_address(weights + at / GROUP % 2 * WEIGHTS);
+        for (int i = tid; i < min(WEIGHTS, (tiles - tile_at(at)) * 96); i += THREADS)
+            copy16(to + i * 16, operand + (tile_at(at) * 96ll + i) * 8, 16);
     };
+    auto fetch_streams = [&](int at, int slot) {
+        if (tile_at(at) >= tiles || !mine) return;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const int token = tile_at(at) * ROWS + rows.row[r % 2] + r / 2 * 8;
+            const u16* from = streams + (long long)min(token, num_tokens - 1) * columns + warp_column + lane % 8 * 8;
+            copy16(shared_address(ring + slot * SLOT + r / 2 * 1024 + rows.offset[r % 2]), from, token < num_tokens ? 16 : 0);
+        }
+    };
+    next_may_start();
     float sums[4][3][4];
 #pragma unroll
     for (int i = 0; i < 48; ++i) sums[i / 12][i % 12 / 4][i % 4] = 0.0f;
-    for (int i = 0; i < STAGES; ++i) fetch(i, i);
-    for (int at = 0, slot = 0;; ++at) {
-        const int tile = (at / GROUP * shares + share) * GROUP + at % GROUP;
-        if (tile >= tiles) break;
+    for (int i = 0; i < STAGES; ++i) fetch_streams(i, i);
+    wait_for_last();  // operand is its work
+    fetch_weights(0);
+    for (int i = 0; i < STAGES; ++i) copy_commit();  // the first group of copies has all so far
+    for (int at = 0, slot = 0; tile_at(at) < tiles; ++at) {
         copy_wait<STAGES - 1>();
         if (at % GROUP == 0) __syncthreads();
         else __syncwarp();
@@ -719,7 +741,9 @@ fn_gradient(const u16* streams, const u16* operand, float* partial, int num_toke
         for (int r = 0; r < 4; ++r)
             x[r] = *reinterpret_cast<const Vec*>(ring + slot * SLOT + r / 2 * 1024 + rows.at(2 * q + r % 2, g));
         __syncwarp();
-        fetch(at + STAGES, slot);
+        fetch_weights(at + STAGES);
+        fetch_streams(at + STAGES, slot);
+        copy_commit();
         if (++slot == STAGES) slot = 0;
         const Vec* b = weights + (at / GROUP % 2 * GROUP + at % GROUP) * 96 + lane;
         const Vec b0 = b[0], b1 = b[32], b2 = b[64];
@@ -753,6 +777,7 @@ sum_gradients(const float* of_mix, const float* of_fn, const float* param, float
               float* grad_comb, float* grad_fn, float* grad_base, float* grad_scale, int num_tokens, int chunks, int columns,
               int shares, int tiles, int mix_ctas, int project) {
     __shared__ float parts[COUNT];
+    wait_for_last();
     const int cta = blockIdx.x - project;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (cta >= mix_ctas) {

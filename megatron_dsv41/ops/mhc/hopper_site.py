@@ -81,7 +81,7 @@ class _Site(torch.autograd.Function):
         mix = [_wide(streams, tokens, *shape) for shape in ((4,), (4,), (4, 4))]
         launch(
             FILE, "predict_forward<8>", _ceil(tokens, 16), THREADS, partial, base, scale, sums, *mix,
-            tokens, grid.chunks, NUM_STREAMS * dim, plan.iters, plan.eps, plan.rms_eps,
+            tokens, grid.chunks, NUM_STREAMS * dim, plan.iters, plan.eps, plan.rms_eps, early=True,
         )  # fmt: skip
         ctx.save_for_backward(y, streams, post, comb, pre, fn, base, scale, sums, new)
         return new, site_input, *mix
@@ -109,7 +109,7 @@ class _Site(torch.autograd.Function):
             *_or(streams, grad_new, grad_input, post, comb), pre, weight, fn, *_or(streams, grad_y),
             grad_x, partial_mix, tokens, BACKWARD_BLOCKS, grid.chunks,
             int(grad_new is not None), int(grad_input is not None),
-            shared_bytes=BACKWARD_RING + BACKWARD_BLOCKS * BACKWARD_FN,
+            shared_bytes=BACKWARD_RING + BACKWARD_BLOCKS * BACKWARD_FN, early=True,
         )  # fmt: skip
         grad_pre, grad_post, grad_comb = (_wide(streams, tokens, *shape) for shape in ((4,), (4,), (4, 4)))
         mix_ctas = _ceil(6 * tokens, SUM_THREADS)
@@ -118,7 +118,7 @@ class _Site(torch.autograd.Function):
             FILE, f"sum_gradients<{SUM_THREADS}>", mix_ctas + fn_ctas + project, SUM_THREADS, partial_mix,
             *_or(partial_mix, partial_fn, param), grad_pre, grad_post, grad_comb,
             *_or(partial_mix, grad_fn, grad_base, grad_scale),
-            tokens, grid.chunks, NUM_STREAMS * dim, shares, tiles, mix_ctas, int(project),
+            tokens, grid.chunks, NUM_STREAMS * dim, shares, tiles, mix_ctas, int(project), early=True,
         )  # fmt: skip
         if not plan.update:
             grad_post = grad_comb = None
@@ -148,7 +148,7 @@ def _fn_gradient(new: Tensor, operand: Tensor) -> tuple[Tensor, int]:
     partial = _wide(new, shares, 24, columns)
     launch(
         FILE, f"fn_gradient<{FN_STAGES}>", chunks * shares, THREADS, new, operand, partial, tokens, columns, chunks,
-        shared_bytes=FN_RING,
+        shared_bytes=FN_RING, early=True,
     )  # fmt: skip
     return partial, shares
 
