@@ -1,7 +1,9 @@
 // The single-pass mHC site on Hopper: hopper_site.py compiles and launches it; ref.site defines the result.
 //
-// A CTA owns a chunk of the channels, keeps its slice of `fn` in shared memory and walks over the tokens. Its warps work
-// alone: a warp takes 8 tokens x 64 channels of all streams at a time, copied ahead into its own part of shared memory.
+// A CTA owns a chunk of the channels, keeps its slice of `fn` in shared memory and walks over the tokens. A chunk's blocks
+// of 64 channels lie far apart: neighbouring ones belong to neighbouring CTAs, which are at the same tokens at about the
+// same time, so that memory is read and written in long pieces. Its warps work alone: a warp takes 8 tokens x 64 channels
+// of all streams at a time, copied ahead into its own part of shared memory.
 // Eight lanes copy one token's 128 bytes, in and out: the L2 serves a whole line per request, and requests are what it
 // runs out of first. Between, lane 4g + q holds what it needs as operand of mma.sync, as long as `fn` is permuted alike:
 // token g and channels 8q.. in the forward, channels 8g.. and tokens 2q and 2q + 1 in the backward.
@@ -127,6 +129,15 @@ struct Step {
     }
 };
 
+// What a CTA has of all tokens: `count` blocks of channels, `chunks` blocks apart.
+template <int DIM> struct Chunk {
+    int index, chunks, count;
+
+    __device__ __forceinline__ explicit Chunk(int chunks)
+        : index(blockIdx.x % chunks), chunks(chunks), count((DIM / BLOCK - index + chunks - 1) / chunks) {}
+    __device__ __forceinline__ int column(int block) const { return (index + block * chunks) * BLOCK; }
+};
+
 // A lane's part of copies of units in rows of 128 bytes: rows lane / 8 + 4i, 16 bytes of each. SHIFT and MASK say how rows
 // are swizzled, so that neither these accesses nor the operands' meet in a bank.
 template <int SHIFT, int MASK> struct Rows {
@@ -145,16 +156,16 @@ template <int SHIFT, int MASK> struct Rows {
 };
 
 // Streams in; new streams, site input and partial sums [T, chunks, WIDTH] out. UPDATE: the streams change.
-// Grid: chunks of 64 * chunk_blocks channels x token shares.
+// Grid: chunks x token shares.
 template <bool UPDATE, int DIM>
 __global__ void __launch_bounds__(THREADS, 1)
 site_forward(const u16* y, const u16* x, const float* post, const float* comb, const float* pre, const float* fn,
-             u16* out, u16* site_input, float* partial, int num_tokens, int chunk_blocks, int chunks) {
+             u16* out, u16* site_input, float* partial, int num_tokens, int chunks) {
     extern __shared__ __align__(128) unsigned char memory[];
     constexpr int SLOT = FORWARD_ARRAYS * ARRAY, TABLE = ROWS * 24, LAST = 4;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, q = lane % 4;
-    const int chunk = blockIdx.x % chunks, share = blockIdx.x / chunks, stride = gridDim.x / chunks * WARPS;
-    const int first = chunk * chunk_blocks * BLOCK, blocks = min(chunk_blocks, DIM / BLOCK - chunk * chunk_blocks);
+    const Chunk<DIM> chunk(chunks);
+    const int blocks = chunk.count, share = blockIdx.x / chunks, stride = gridDim.x / chunks * WARPS;
     const int tiles = (num_tokens + ROWS - 1) / ROWS;
     unsigned char* ring = memory + warp * FORWARD_STAGES * SLOT;
     float* tables = reinterpret_cast<float*>(memory + WARPS * FORWARD_STAGES * SLOT) + warp * 2 * TABLE;
@@ -166,7 +177,7 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
     auto fetch = [&](const Step& step) {
         if (step.tile < tiles) {
             const u32 to = shared_address(ring + step.slot * SLOT);
-            const int column = first + step.block * BLOCK + lane % 8 * 8;
+            const int column = chunk.column(step.block) + lane % 8 * 8;
             if (step.block == 0 && step.half == 0) {
                 const u32 table = shared_address(tables + step.turn * TABLE);
                 copy_tables<UPDATE, ROWS, 6>(table, post, comb, pre, nullptr, step.tile * ROWS, num_tokens);
@@ -193,7 +204,7 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
 #pragma unroll 3
     for (int at = tid; at < blocks * 2 * 4 * 3 * 32; at += THREADS) {
         const int part = at / 96, a = at / 32 % 3, row = 8 * a + at % 32 / 4;
-        const float* from = fn + ((long long)row * 4 + part % 4) * DIM + first + part / 4 * 32 + at % 4 * 8;
+        const float* from = fn + ((long long)row * 4 + part % 4) * DIM + chunk.column(part / 8) + part / 4 % 2 * 32 + at % 4 * 8;
         const float4 low = __ldg(reinterpret_cast<const float4*>(from)), high = __ldg(reinterpret_cast<const float4*>(from) + 1);
         float rest[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
@@ -268,7 +279,7 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
                 mine[LAST * (ARRAY / 16)] = input;
             }
             __syncwarp();
-            const int column = first + step.block * BLOCK + lane % 8 * 8;
+            const int column = chunk.column(step.block) + lane % 8 * 8;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const long long row = step.tile * ROWS + UNIT * r + rows.row[i];
@@ -308,7 +319,7 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int t = step.tile * ROWS + UNIT * r + 2 * q + e;
-                    float* to = partial + ((long long)t * chunks + chunk) * WIDTH + g;
+                    float* to = partial + ((long long)t * chunks + chunk.index) * WIDTH + g;
 #pragma unroll
                     for (int a = 0; a < 3; ++a) {
                         float sum = 0.0f;
@@ -321,7 +332,7 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
                 float all = squares[r] + __shfl_xor_sync(FULL, squares[r], 1);
                 all += __shfl_xor_sync(FULL, all, 2);
                 const int t = step.tile * ROWS + UNIT * r + g;
-                float* to = partial + ((long long)t * chunks + chunk) * WIDTH + SQUARES + 2 * q;
+                float* to = partial + ((long long)t * chunks + chunk.index) * WIDTH + SQUARES + 2 * q;
                 if (t < num_tokens) *reinterpret_cast<float2*>(to) = make_float2(q == 0 ? all : 0.0f, 0.0f);
             }
         }
@@ -495,12 +506,12 @@ template <bool UPDATE, int DIM>
 __global__ void __launch_bounds__(THREADS, 1)
 site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_input, const float* post, const float* comb,
               const float* pre, const float* weight, const float* fn, u16* grad_y, u16* grad_x, float* partial,
-              int num_tokens, int chunk_blocks, int chunks, int has_new, int has_input) {
+              int num_tokens, int chunks, int has_new, int has_input) {
     extern __shared__ __align__(128) unsigned char memory[];
     constexpr int SLOT = BACKWARD_ARRAYS * ARRAY, NEW = 4, INPUT = 8, LAST = 9, FOURS = 7, TABLE = UNIT * FOURS * 4;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, q = lane % 4;
-    const int chunk = blockIdx.x % chunks, share = blockIdx.x / chunks, stride = gridDim.x / chunks * WARPS;
-    const int first = chunk * chunk_blocks * BLOCK, blocks = min(chunk_blocks, DIM / BLOCK - chunk * chunk_blocks);
+    const Chunk<DIM> chunk(chunks);
+    const int blocks = chunk.count, share = blockIdx.x / chunks, stride = gridDim.x / chunks * WARPS;
     const int tiles = (num_tokens + UNIT - 1) / UNIT;
     unsigned char* ring = memory + warp * BACKWARD_STAGES * SLOT;
     float* tables = reinterpret_cast<float*>(memory + WARPS * BACKWARD_STAGES * SLOT) + warp * 2 * TABLE;
@@ -511,7 +522,7 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
     next_may_start();
     auto fetch_unit = [&](const Step& step) {
         if (step.tile < tiles) {
-            const int column = first + step.block * BLOCK + lane % 8 * 8;
+            const int column = chunk.column(step.block) + lane % 8 * 8;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int token = step.tile * UNIT + rows.row[i], bytes = token < num_tokens ? 16 : 0;
@@ -548,7 +559,7 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
 #pragma unroll 4
     for (int at = tid; at < blocks * 4 * 12 * 32; at += THREADS) {
         const int part = at / 32, k = part % 3 * 8 + at % 4, p = part / 3 % 4, j = part / 12 % 4;
-        const float* from = fn + ((long long)k * 4 + j) * DIM + first + part / 48 * BLOCK + at % 32 / 4 * 8 + 2 * p;
+        const float* from = fn + ((long long)k * 4 + j) * DIM + chunk.column(part / 48) + at % 32 / 4 * 8 + 2 * p;
         const float2 a = __ldg(reinterpret_cast<const float2*>(from));
         const float2 b = __ldg(reinterpret_cast<const float2*>(from + 16ll * DIM));
         fn_parts[at] = {to_tf32(a.x), to_tf32(a.y), to_tf32(b.x), to_tf32(b.y)};
@@ -648,7 +659,7 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
             if (UPDATE) mine[LAST * (ARRAY / 16)] = of_y;
         }
         __syncwarp();
-        const int column = first + step.block * BLOCK + lane % 8 * 8;
+        const int column = chunk.column(step.block) + lane % 8 * 8;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const long long row = step.tile * UNIT + rows.row[i];
@@ -669,7 +680,7 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int t = step.tile * UNIT + 2 * q + r;
-                float* to = partial + ((long long)t * chunks + chunk) * 24 + g;
+                float* to = partial + ((long long)t * chunks + chunk.index) * 24 + g;
 #pragma unroll
                 for (int a = 0; a < 3; ++a) {
                     const float* eight = dots[r] + 8 * a;

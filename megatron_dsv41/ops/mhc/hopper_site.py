@@ -75,7 +75,7 @@ class _Site(torch.autograd.Function):
         launch(
             FILE, plan.name("site_forward", dim), grid.ctas, THREADS, *_or(streams, y), streams,
             *_or(streams, post, comb), pre, fn, new, site_input, partial,
-            tokens, FORWARD_BLOCKS, grid.chunks, shared_bytes=FORWARD_RING + FORWARD_BLOCKS * FORWARD_FN,
+            tokens, grid.chunks, shared_bytes=FORWARD_RING + FORWARD_BLOCKS * FORWARD_FN,
         )  # fmt: skip
         sums = _wide(streams, tokens, WIDTH)
         mix = [_wide(streams, tokens, *shape) for shape in ((4,), (4,), (4, 4))]
@@ -107,7 +107,7 @@ class _Site(torch.autograd.Function):
         launch(
             FILE, plan.name("site_backward", dim), grid.ctas, THREADS, *_or(streams, y), streams,
             *_or(streams, grad_new, grad_input, post, comb), pre, weight, fn, *_or(streams, grad_y),
-            grad_x, partial_mix, tokens, BACKWARD_BLOCKS, grid.chunks,
+            grad_x, partial_mix, tokens, grid.chunks,
             int(grad_new is not None), int(grad_input is not None),
             shared_bytes=BACKWARD_RING + BACKWARD_BLOCKS * BACKWARD_FN, early=True,
         )  # fmt: skip
