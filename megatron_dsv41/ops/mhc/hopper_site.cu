@@ -1,12 +1,12 @@
 // The single-pass mHC site on Hopper: hopper_site.py compiles and launches it; ref.site defines the result.
 //
-// A CTA owns a chunk of the channels, keeps its slice of `fn` in shared memory and walks over the tokens. A chunk's blocks
-// of 64 channels lie far apart: neighbouring ones belong to neighbouring CTAs, which are at the same tokens at about the
-// same time, so that memory is read and written in long pieces. Its warps work alone: a warp takes 8 tokens x 64 channels
-// of all streams at a time, copied ahead into its own part of shared memory.
-// Eight lanes copy one token's 128 bytes, in and out: the L2 serves a whole line per request, and requests are what it
-// runs out of first. Between, lane 4g + q holds what it needs as operand of mma.sync, as long as `fn` is permuted alike:
-// token g and channels 8q.. in the forward, channels 8g.. and tokens 2q and 2q + 1 in the backward.
+// A CTA owns a chunk of the channels, keeps its slice of `fn` in shared memory and walks over the tokens. Its warps copy
+// ahead into their own parts of shared memory: 8 tokens x 64 channels of all streams at a time in the backward, 4 x 128 in
+// the forward. Lanes side by side copy one token's 128 or 256 bytes, in and out: the L2 serves a whole line per request, and
+// requests are what it runs out of first; memory likes longer pieces still. So neighbouring CTAs, which are at the same
+// tokens at about the same time, have neighbouring channels: the blocks of 64 of a chunk of the backward lie far apart.
+// Between, lane 4g + q holds what it needs as operand of a product, as long as `fn` is permuted alike: channels 8q.. of
+// tokens g % 4 in the forward, channels 8g.. of tokens 2q and 2q + 1 in the backward.
 //
 // What is summed over channels (24 projections, the sum of squares, 24 gradients of coefficients) leaves as one partial
 // per chunk, and is summed in a fixed order by a small kernel: results are the same on every run.
@@ -15,17 +15,19 @@
 // and wait. All threads of a kernel that is launched early wait, so whoever waits for it has waited for those before it.
 
 typedef unsigned int u32;
+typedef unsigned long long u64;
 typedef unsigned short u16;
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int ROWS = 16;                   // tokens of a tile of the forward, and of fn's gradient
-constexpr int UNIT = 8, BLOCK = 64;        // tokens and channels that a warp has at once
-constexpr int ARRAY = UNIT * BLOCK * 2;    // bytes of a unit of one array: 8 rows of 8 chunks of 16 bytes
+constexpr int ROWS = 16;                   // tokens of a tile of fn's gradient
+constexpr int UNIT = 8, BLOCK = 64;        // tokens and channels that a warp has at once; in the forward SPAN channels of
+constexpr int SPAN = 128, HALF = 4;        // HALF the tokens
+constexpr int ARRAY = UNIT * BLOCK * 2;    // bytes of a unit of one array
 constexpr int TERMS = 3;                   // bf16 terms of fn in the forward: products with bf16 are exact to fp32
 constexpr int WIDTH = 32, SQUARES = 24;    // a row of sums: 24 projections, the sum of squares, padding
 constexpr int FORWARD_STAGES = 3, BACKWARD_STAGES = 2, FN_STAGES = 4;  // units copied ahead
 constexpr int FORWARD_ARRAYS = 5, BACKWARD_ARRAYS = 10;
-constexpr int SLICES = 5;                  // of 16 rows: TERMS * 24 rows of fn's terms, padded
+constexpr int FN_BLOCK = 2 * TERMS * 24 * 128;  // bytes of 64 summed channels of fn's terms, of both blocks of a span
 constexpr int GROUP = 4;                   // tiles whose weights fn_gradient brings in at once
 constexpr u32 FULL = 0xffffffffu;
 
@@ -65,6 +67,30 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b
 __device__ __forceinline__ void next_may_start() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
 // In a kernel launched early: until the kernel before it has ended and what it wrote can be read.
 __device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void mma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory"); }
+// Ordinary stores become visible to wgmma.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+// Matrix descriptor of rows of 128 bytes, swizzled by 128 bytes; groups of 8 rows are 1024 bytes apart.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+}
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+// d += a b^T of a warpgroup: 16 rows of `a` a warp, 144 of b, 16 channels. add 0: d = a b^T.
+__device__ __forceinline__ void mma144(float (&d)[72], const u32 (&a)[4], u64 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %77, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n144k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
+        "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
+        "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71"
+        "}, {%72,%73,%74,%75}, %76, p, 1, 1, 0;\n}\n"
+        :
+          D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28), D4(32),
+          D4(36), D4(40), D4(44), D4(48), D4(52), D4(56), D4(60), D4(64), D4(68)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
 // -- end of instructions
 
 __device__ __forceinline__ float half_of(u32 word, int e) {  // of a pair of bf16
@@ -138,53 +164,89 @@ template <int DIM> struct Chunk {
     __device__ __forceinline__ int column(int block) const { return (index + block * chunks) * BLOCK; }
 };
 
-// A lane's part of copies of units in rows of 128 bytes: rows lane / 8 + 4i, 16 bytes of each. SHIFT and MASK say how rows
-// are swizzled, so that neither these accesses nor the operands' meet in a bank.
-template <int SHIFT, int MASK> struct Rows {
-    int lane, row[2], offset[2];
+// A lane's part of copies of units, 1024 bytes of each array in rows of 16-byte chunks: one chunk of each of two rows.
+// SHIFT and MASK say how rows are swizzled, so that neither these accesses nor the operands' meet in a bank.
+template <int BYTES, int SHIFT, int MASK> struct Rows {
+    static constexpr int CHUNKS = BYTES / 16;
+    int row[2], offset[2], channel;
 
-    __device__ __forceinline__ Rows(int lane) : lane(lane) {
+    __device__ __forceinline__ Rows(int lane) : channel(lane % CHUNKS * 8) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            row[i] = lane / 8 + 4 * i;
-            offset[i] = at(row[i], lane % 8);
+            row[i] = lane / CHUNKS + 32 / CHUNKS * i;
+            offset[i] = at(row[i], lane % CHUNKS);
         }
     }
     __device__ __forceinline__ static int at(int row, int chunk) {
-        return row * 128 + ((chunk ^ (row << SHIFT >> 1 & MASK)) << 4);
+        return row * BYTES + ((chunk ^ (row << SHIFT >> 1 & MASK)) << 4);
     }
 };
 
+// A chunk's slice of fn as TERMS bf16 whose sum it is, for mma144: [64 channels of a block's 256, of all streams][block,
+// term, row of fn], rows of 128 bytes. A thread splits eight channels of a row at a time.
+template <int DIM> __device__ __forceinline__ void split_fn(const float* fn, unsigned char* fn_parts, int chunk) {
+#pragma unroll 3
+    for (int at = threadIdx.x; at < 2 * 2 * 4 * 3 * 32; at += THREADS) {
+        const int eight = at / 32 % 3, block = at / 96 % 2, half = at / 192 % 2, j = at / 384, row = at % 32 / 4;
+        const int channel = chunk * SPAN + block * BLOCK + half * 32 + at % 4 * 8;
+        float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f), high = low;
+        if (DIM % SPAN == 0 || channel < DIM) {
+            const float4* from = reinterpret_cast<const float4*>(fn + ((8ll * eight + row) * 4 + j) * DIM + channel);
+            low = __ldg(from);
+            high = __ldg(from + 1);
+        }
+        float rest[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int term = 0; term < TERMS; ++term) {
+            unsigned char* to = fn_parts + (3 * (TERMS * block + term) + eight) * 1024 + row * 128 + at % 4 * 4;
+#pragma unroll
+            for (int p = 0; p < 4; ++p) {
+                const u32 word = pack(rest[2 * p], rest[2 * p + 1]);
+                rest[2 * p] -= half_of(word, 0);
+                rest[2 * p + 1] -= half_of(word, 1);
+                const int sixteen = (half * 4 + j) * 2 + p / 2;
+                *reinterpret_cast<u32*>(to + sixteen / 4 * FN_BLOCK + ((sixteen % 4 * 2 + p % 2 ^ row) << 4)) = word;
+            }
+        }
+    }
+    fence_async();
+}
+
 // Streams in; new streams, site input and partial sums [T, chunks, WIDTH] out. UPDATE: the streams change.
-// Grid: chunks x token shares.
+// Grid: chunks of SPAN channels x token shares. A warp's tile is 8 tokens, a unit 4 of them: 256 bytes of each row at once.
+//
+// A warpgroup multiplies: rows g and g + 8 of a warp's 16 are tokens g % 4 of either unit, and channels of block g / 4 of
+// the span. So all rows are multiplied with fn's slices of both blocks, and of either half of the results half is used:
+// tensor cores have time for it, and nothing is moved between lanes.
 template <bool UPDATE, int DIM>
 __global__ void __launch_bounds__(THREADS, 1)
 site_forward(const u16* y, const u16* x, const float* post, const float* comb, const float* pre, const float* fn,
              u16* out, u16* site_input, float* partial, int num_tokens, int chunks) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    constexpr int SLOT = FORWARD_ARRAYS * ARRAY, TABLE = ROWS * 24, LAST = 4;
+    extern __shared__ __align__(1024) unsigned char memory[];
+    constexpr int SLOT = FORWARD_ARRAYS * ARRAY, TABLE = UNIT * 24, LAST = 4, STEPS = SPAN / 2 * 4 / 16;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, q = lane % 4;
-    const Chunk<DIM> chunk(chunks);
-    const int blocks = chunk.count, share = blockIdx.x / chunks, stride = gridDim.x / chunks * WARPS;
-    const int tiles = (num_tokens + ROWS - 1) / ROWS;
-    unsigned char* ring = memory + warp * FORWARD_STAGES * SLOT;
-    float* tables = reinterpret_cast<float*>(memory + WARPS * FORWARD_STAGES * SLOT) + warp * 2 * TABLE;
-    // [32 channels][stream][slice][2][lane]
-    Vec* fn_parts = reinterpret_cast<Vec*>(memory + WARPS * (FORWARD_STAGES * SLOT + 8 * TABLE));
-    const Rows<3, 4> rows(lane);
+    const int chunk = blockIdx.x % chunks, share = blockIdx.x / chunks, stride = gridDim.x / chunks * WARPS;
+    const int tiles = (num_tokens + UNIT - 1) / UNIT;
+    unsigned char* fn_parts = memory;
+    unsigned char* rings = memory + STEPS / 4 * FN_BLOCK;
+    unsigned char* ring = rings + warp * FORWARD_STAGES * SLOT;
+    float* tables = reinterpret_cast<float*>(rings + WARPS * FORWARD_STAGES * SLOT) + warp * 2 * TABLE;
+    const Rows<256, 3, 4> rows(lane);
+    const int column = chunk * SPAN + rows.channel;
+    const bool inside = DIM % SPAN == 0 || column < DIM;
 
     next_may_start();
     auto fetch = [&](const Step& step) {
         if (step.tile < tiles) {
             const u32 to = shared_address(ring + step.slot * SLOT);
-            const int column = chunk.column(step.block) + lane % 8 * 8;
-            if (step.block == 0 && step.half == 0) {
+            if (step.half == 0) {
                 const u32 table = shared_address(tables + step.turn * TABLE);
-                copy_tables<UPDATE, ROWS, 6>(table, post, comb, pre, nullptr, step.tile * ROWS, num_tokens);
+                copy_tables<UPDATE, UNIT, 6>(table, post, comb, pre, nullptr, step.tile * UNIT, num_tokens);
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int token = step.tile * ROWS + UNIT * step.half + rows.row[i], bytes = token < num_tokens ? 16 : 0;
+                const int token = step.tile * UNIT + HALF * step.half + rows.row[i];
+                const int bytes = token < num_tokens && inside ? 16 : 0;
                 const long long row = min(token, num_tokens - 1);
                 const u16* from = x + row * 4 * DIM + column;
 #pragma unroll
@@ -198,50 +260,27 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
 #pragma unroll
     for (int i = 0; i < FORWARD_STAGES; ++i) {
         fetch(ahead);
-        ahead.next<FORWARD_STAGES, 2>(blocks, stride);
+        ahead.next<FORWARD_STAGES, 2>(1, stride);
     }
-    // eight channels of a row of fn, as TERMS bf16 whose sum they are; eights of rows: term by term
-#pragma unroll 3
-    for (int at = tid; at < blocks * 2 * 4 * 3 * 32; at += THREADS) {
-        const int part = at / 96, a = at / 32 % 3, row = 8 * a + at % 32 / 4;
-        const float* from = fn + ((long long)row * 4 + part % 4) * DIM + chunk.column(part / 8) + part / 4 % 2 * 32 + at % 4 * 8;
-        const float4 low = __ldg(reinterpret_cast<const float4*>(from)), high = __ldg(reinterpret_cast<const float4*>(from) + 1);
-        float rest[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-        for (int term = 0; term <= TERMS; ++term) {
-            const int eight = 3 * term + a;
-            if (eight >= 2 * SLICES) break;
-            Vec* to = fn_parts + (part * SLICES + eight / 2) * 64 + at % 32;
-#pragma unroll
-            for (int p = 0; p < 4; ++p) {
-                const u32 word = term < TERMS ? pack(rest[2 * p], rest[2 * p + 1]) : 0;
-                rest[2 * p] -= half_of(word, 0);
-                rest[2 * p + 1] -= half_of(word, 1);
-                to[p / 2 * 32].w[p % 2 * 2 + eight % 2] = word;
-            }
-        }
-    }
+    split_fn<DIM>(fn, fn_parts, chunk);
     __syncthreads();
 
-    float sums[SLICES][2][4], squares[2];
-    for (; step.tile < tiles; step.next<FORWARD_STAGES, 2>(blocks, stride)) {
-        if (step.block == 0) {
-            squares[0] = squares[1] = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 8 * SLICES; ++i) sums[i / 8][i / 4 % 2][i % 4] = 0.0f;
-        }
+    const u64 parts = descriptor(shared_address(fn_parts));
+    float sums[72], squares[2];  // [block][term][8 rows of fn][unit][2 rows]
+    for (; step.tile / 4 * 4 < tiles; step.next<FORWARD_STAGES, 2>(1, stride)) {  // the same for a whole warpgroup
         Vec news[2][2][4];  // [unit][32 channels][stream]
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (r == 1) step.next<FORWARD_STAGES, 2>(blocks, stride);
+            if (r == 1) step.next<FORWARD_STAGES, 2>(1, stride);
             copy_wait<FORWARD_STAGES - 1>();
             __syncwarp();
             Coefficients mix;
-            mix.load(tables + step.turn * TABLE + (g + 8 * r) * 24);
+            mix.load(tables + step.turn * TABLE + (HALF * r + g % 4) * 24);
             unsigned char* slot = ring + step.slot * SLOT;
+            squares[r] = 0.0f;
 #pragma unroll
             for (int b = 0; b < 2; ++b) {
-                Vec* mine = reinterpret_cast<Vec*>(slot + rows.at(g, q + 4 * b));
+                Vec* mine = reinterpret_cast<Vec*>(slot + rows.at(g % 4, g / 4 * 8 + 4 * b + q));
                 Vec(&unit)[4] = news[r][b];
                 Vec input, last;
 #pragma unroll
@@ -279,12 +318,22 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
                 mine[LAST * (ARRAY / 16)] = input;
             }
             __syncwarp();
-            const int column = chunk.column(step.block) + lane % 8 * 8;
+            if (r == 1) {
+                mma_fence();
+#pragma unroll
+                for (int i = 0; i < STEPS; ++i) {
+                    const Vec &low = news[0][i / 8][i / 2 % 4], &high = news[1][i / 8][i / 2 % 4];
+                    const int k = i % 2 * 2;
+                    const u32 a[4] = {low.w[k], high.w[k], low.w[k + 1], high.w[k + 1]};
+                    mma144(sums, a, parts + (i / 4 * FN_BLOCK + i % 4 * 32 >> 4), i > 0);
+                }
+                mma_commit();
+            }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const long long row = step.tile * ROWS + UNIT * r + rows.row[i];
+                const long long row = step.tile * UNIT + HALF * r + rows.row[i];
                 const Vec* from = reinterpret_cast<const Vec*>(slot + rows.offset[i]);
-                if (row < num_tokens) {
+                if (row < num_tokens && inside) {
                     if (UPDATE) {
 #pragma unroll
                         for (int j = 0; j < 4; ++j)
@@ -295,47 +344,40 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
             }
             __syncwarp();
             fetch(ahead);
-            ahead.next<FORWARD_STAGES, 2>(blocks, stride);
+            ahead.next<FORWARD_STAGES, 2>(1, stride);
         }
-        const Vec* parts = fn_parts + step.block * 8 * SLICES * 64 + lane;
+        mma_wait();
+        // This lane has sums over its block of tokens g % 4 of both units; it keeps token g, and sends the other one's to
+        // the lane that has that token's other block.
+        const bool second = g >= 4;
+        auto over_blocks = [&](float of_first, float of_second) {
+            return (second ? of_second : of_first) + __shfl_xor_sync(FULL, second ? of_first : of_second, 16);
+        };
+        const int t = step.tile * UNIT + g;
+        float* to = partial + ((long long)t * chunks + chunk) * WIDTH + 2 * q;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {  // streams of either 32 channels
+        for (int a = 0; a < 3; ++a) {
+            float pair[2];
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
+            for (int e = 0; e < 2; ++e) {
+                float of[2] = {0.0f, 0.0f};
 #pragma unroll
-                for (int s = 0; s < SLICES; ++s) {
-                    const Vec a = parts[((j * SLICES + s) * 2 + k) * 32];
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        const Vec& b = news[r][j / 4][j % 4];
-                        mma_bf16(sums[s][r], a.w, b.w[2 * k], b.w[2 * k + 1]);
-                    }
+                for (int term = TERMS - 1; term >= 0; --term) {
+                    const int at = (3 * term + a) * 4 + e;
+                    of[0] += second ? sums[36 + at] : sums[at];
+                    of[1] += second ? sums[36 + at + 2] : sums[at + 2];
                 }
+                pair[e] = over_blocks(of[0], of[1]);
             }
+            if (t < num_tokens) *reinterpret_cast<float2*>(to + 8 * a) = make_float2(pair[0], pair[1]);
         }
-        if (step.block == blocks - 1) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int t = step.tile * ROWS + UNIT * r + 2 * q + e;
-                    float* to = partial + ((long long)t * chunks + chunk.index) * WIDTH + g;
-#pragma unroll
-                    for (int a = 0; a < 3; ++a) {
-                        float sum = 0.0f;
-#pragma unroll
-                        for (int term = TERMS - 1; term >= 0; --term)
-                            sum += sums[(3 * term + a) / 2][r][(3 * term + a) % 2 * 2 + e];
-                        if (t < num_tokens) to[8 * a] = sum;
-                    }
-                }
-                float all = squares[r] + __shfl_xor_sync(FULL, squares[r], 1);
-                all += __shfl_xor_sync(FULL, all, 2);
-                const int t = step.tile * ROWS + UNIT * r + g;
-                float* to = partial + ((long long)t * chunks + chunk.index) * WIDTH + SQUARES + 2 * q;
-                if (t < num_tokens) *reinterpret_cast<float2*>(to) = make_float2(q == 0 ? all : 0.0f, 0.0f);
-            }
+        for (int r = 0; r < 2; ++r) {
+            squares[r] += __shfl_xor_sync(FULL, squares[r], 1);
+            squares[r] += __shfl_xor_sync(FULL, squares[r], 2);
         }
+        const float all = over_blocks(squares[0], squares[1]);
+        if (t < num_tokens) *reinterpret_cast<float2*>(to + SQUARES) = make_float2(q == 0 ? all : 0.0f, 0.0f);
     }
 }
 
@@ -517,12 +559,12 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
     float* tables = reinterpret_cast<float*>(memory + WARPS * BACKWARD_STAGES * SLOT) + warp * 2 * TABLE;
     // [block][stream][pair of channels][8 rows of fn][lane]
     Vec* fn_parts = reinterpret_cast<Vec*>(memory + WARPS * (BACKWARD_STAGES * SLOT + 8 * TABLE));
-    const Rows<1, 6> rows(lane);
+    const Rows<128, 1, 6> rows(lane);
 
     next_may_start();
     auto fetch_unit = [&](const Step& step) {
         if (step.tile < tiles) {
-            const int column = chunk.column(step.block) + lane % 8 * 8;
+            const int column = chunk.column(step.block) + rows.channel;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int token = step.tile * UNIT + rows.row[i], bytes = token < num_tokens ? 16 : 0;
@@ -659,7 +701,7 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
             if (UPDATE) mine[LAST * (ARRAY / 16)] = of_y;
         }
         __syncwarp();
-        const int column = chunk.column(step.block) + lane % 8 * 8;
+        const int column = chunk.column(step.block) + rows.channel;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const long long row = step.tile * UNIT + rows.row[i];
@@ -716,7 +758,7 @@ fn_gradient(const u16* streams, const u16* operand, float* partial, int num_toke
     const int warp_column = (blockIdx.x % chunks * WARPS + warp) * 64;
     const bool mine = warp_column < columns;  // of whole warps: columns is a multiple of 64
     unsigned char* ring = memory + warp * STAGES * SLOT;
-    const Rows<1, 6> rows(lane);
+    const Rows<128, 1, 6> rows(lane);
     Vec* weights = reinterpret_cast<Vec*>(memory + WARPS * STAGES * SLOT);
     // Tile `at` of this share: groups of GROUP tiles go round the shares.
     auto tile_at = [&](int at) { return (at / GROUP * shares + share) * GROUP + at % GROUP; };
@@ -731,7 +773,7 @@ fn_gradient(const u16* streams, const u16* operand, float* partial, int num_toke
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
             const int token = tile_at(at) * ROWS + rows.row[r % 2] + r / 2 * 8;
-            const u16* from = streams + (long long)min(token, num_tokens - 1) * columns + warp_column + lane % 8 * 8;
+            const u16* from = streams + (long long)min(token, num_tokens - 1) * columns + warp_column + rows.channel;
             copy16(shared_address(ring + slot * SLOT + r / 2 * 1024 + rows.offset[r % 2]), from, token < num_tokens ? 16 : 0);
         }
     };

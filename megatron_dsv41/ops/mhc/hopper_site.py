@@ -21,9 +21,9 @@ NUM_STREAMS = 4
 SUM_THREADS = 384
 # As the kernels have them. Shared memory in bytes: copied units and tables of coefficients; a block's slice of fn.
 FORWARD_STAGES, BACKWARD_STAGES, FN_STAGES, GROUP = 3, 2, 4, 4
-FORWARD_RING, FORWARD_FN = WARPS * (FORWARD_STAGES * 5 * 1024 + 2 * 16 * 96), 2 * 4 * 5 * 2 * 512
+FORWARD_RING, FORWARD_FN = WARPS * (FORWARD_STAGES * 5 * 1024 + 2 * 8 * 96), 64 * 4 * 3 * 24 * 2
 BACKWARD_RING, BACKWARD_FN = WARPS * (BACKWARD_STAGES * 10 * 1024 + 2 * 8 * 112), 4 * 12 * 512
-# Blocks of 64 channels that a CTA owns. More of them leave fewer partial sums, but their slice of fn must fit.
+# Blocks of 64 channels that a CTA owns: the forward's products take two, more of the backward's slice of fn do not fit.
 FORWARD_BLOCKS, BACKWARD_BLOCKS = 2, 2
 FN_COLUMNS = WARPS * 64  # columns of fn that a CTA of its gradient has
 FN_RING = WARPS * FN_STAGES * 4 * 512 + 2 * GROUP * 96 * 16

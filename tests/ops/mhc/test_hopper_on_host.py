@@ -71,7 +71,7 @@ def test_hostile_streams(site, size):
     ("sound", "broken"),
     [
         ("copy_wait<FORWARD_STAGES - 1>();", "copy_wait<FORWARD_STAGES>();"),
-        ("rows.at(g, q + 4 * b)", "rows.at(g, q)"),
+        ("rows.at(g % 4, g / 4 * 8 + 4 * b + q)", "rows.at(g % 4, g / 4 * 8 + q)"),
         ("FORWARD_STAGES = 3, BACKWARD_STAGES = 2", "FORWARD_STAGES = 4, BACKWARD_STAGES = 2"),
     ],
     ids=["a wait", "a place", "a stage"],
