@@ -4,7 +4,7 @@
 // ahead into their own parts of shared memory: 8 tokens x 64 channels of all streams at a time in the backward, 4 x 128 in
 // the forward. Lanes side by side copy one token's 128 or 256 bytes, in and out: the L2 serves a whole line per request, and
 // requests are what it runs out of first; memory likes longer pieces still. So neighbouring CTAs, which are at the same
-// tokens at about the same time, have neighbouring channels: the blocks of 64 of a chunk of the backward lie far apart.
+// tokens at about the same time, have neighbouring channels: the blocks of a chunk lie far apart.
 // Between, lane 4g + q holds what it needs as operand of a product, as long as `fn` is permuted alike: channels 8q.. of
 // tokens g % 4 in the forward, channels 8g.. of tokens 2q and 2q + 1 in the backward.
 //
@@ -25,7 +25,8 @@ constexpr int SPAN = 128, HALF = 4;        // HALF the tokens
 constexpr int ARRAY = UNIT * BLOCK * 2;    // bytes of a unit of one array
 constexpr int TERMS = 3;                   // bf16 terms of fn in the forward: products with bf16 are exact to fp32
 constexpr int WIDTH = 32, SQUARES = 24;    // a row of sums: 24 projections, the sum of squares, padding
-constexpr int FORWARD_STAGES = 3, BACKWARD_STAGES = 2, FN_STAGES = 4;  // units copied ahead
+constexpr int FORWARD_STAGES = 2, BACKWARD_STAGES = 2, FN_STAGES = 4;  // units copied ahead
+constexpr int FORWARD_SPANS = 2, BACKWARD_BLOCKS = 2;  // that a CTA owns, at most
 constexpr int FORWARD_ARRAYS = 5, BACKWARD_ARRAYS = 10;
 constexpr int FN_BLOCK = 2 * TERMS * 24 * 128;  // bytes of 64 summed channels of fn's terms, of both blocks of a span
 constexpr int GROUP = 4;                   // tiles whose weights fn_gradient brings in at once
@@ -139,29 +140,28 @@ __device__ __forceinline__ void copy_tables(u32 to, const float* post, const flo
     }
 }
 
-// Where a warp is: a tile of tokens, a block of 64 channels of the CTA's chunk, one of the tile's units.
+// Where a warp of the backward is: a tile of tokens, a block of its channels.
 struct Step {
-    int tile, block, half, slot, turn;
+    int tile, block, slot, turn;
 
-    template <int STAGES, int HALVES> __device__ __forceinline__ void next(int blocks, int tile_stride) {
-        if (++slot == STAGES) slot = 0;
-        if (++half < HALVES) return;
-        half = 0;
-        if (++block == blocks) {
-            block = 0;
-            tile += tile_stride;
-            turn ^= 1;
-        }
+    __device__ __forceinline__ void next(int blocks, int tile_stride) {
+        if (++slot == BACKWARD_STAGES) slot = 0;
+        if (++block < blocks) return;
+        block = 0;
+        tile += tile_stride;
+        turn ^= 1;
     }
 };
 
-// What a CTA has of all tokens: `count` blocks of channels, `chunks` blocks apart.
-template <int DIM> struct Chunk {
-    int index, chunks, count;
+// What a CTA has of all tokens: up to EACH blocks of SIZE channels, which lie CHUNKS blocks apart.
+template <int DIM, int SIZE, int EACH> struct Chunk {
+    static constexpr int BLOCKS = (DIM + SIZE - 1) / SIZE, CHUNKS = (BLOCKS + EACH - 1) / EACH;
+    int index;
 
-    __device__ __forceinline__ explicit Chunk(int chunks)
-        : index(blockIdx.x % chunks), chunks(chunks), count((DIM / BLOCK - index + chunks - 1) / chunks) {}
-    __device__ __forceinline__ int column(int block) const { return (index + block * chunks) * BLOCK; }
+    __device__ __forceinline__ int count() const {
+        return BLOCKS % CHUNKS == 0 ? BLOCKS / CHUNKS : (BLOCKS - index + CHUNKS - 1) / CHUNKS;
+    }
+    __device__ __forceinline__ int column(int block) const { return (index + block * CHUNKS) * SIZE; }
 };
 
 // A lane's part of copies of units, 1024 bytes of each array in rows of 16-byte chunks: one chunk of each of two rows.
@@ -182,30 +182,42 @@ template <int BYTES, int SHIFT, int MASK> struct Rows {
     }
 };
 
-// A chunk's slice of fn as TERMS bf16 whose sum it is, for mma144: [64 channels of a block's 256, of all streams][block,
-// term, row of fn], rows of 128 bytes. A thread splits eight channels of a row at a time.
-template <int DIM> __device__ __forceinline__ void split_fn(const float* fn, unsigned char* fn_parts, int chunk) {
-#pragma unroll 3
-    for (int at = threadIdx.x; at < 2 * 2 * 4 * 3 * 32; at += THREADS) {
-        const int eight = at / 32 % 3, block = at / 96 % 2, half = at / 192 % 2, j = at / 384, row = at % 32 / 4;
-        const int channel = chunk * SPAN + block * BLOCK + half * 32 + at % 4 * 8;
-        float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f), high = low;
-        if (DIM % SPAN == 0 || channel < DIM) {
-            const float4* from = reinterpret_cast<const float4*>(fn + ((8ll * eight + row) * 4 + j) * DIM + channel);
-            low = __ldg(from);
-            high = __ldg(from + 1);
+// A chunk's slice of fn as TERMS bf16 whose sum it is, for mma144: [span][64 channels of a block's 256, of all streams]
+// [block, term, row of fn], rows of 128 bytes. A thread splits eight channels of a row at a time.
+template <int DIM>
+__device__ __forceinline__ void split_fn(const float* fn, unsigned char* fn_parts, Chunk<DIM, SPAN, FORWARD_SPANS> chunk) {
+    constexpr int EACH = 2 * 2 * 4 * 3 * 32 / THREADS;  // of [stream][32 channels][block][8 rows][lane], by a thread
+    const int row = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    for (int span = 0; span < chunk.count(); ++span) {
+        float4 ahead[EACH][2];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int part = threadIdx.x / 32 + i * WARPS, eight = part % 3, block = part / 3 % 2, half = part / 6 % 2;
+            const int channel = chunk.column(span) + block * BLOCK + half * 32 + q * 8;
+            ahead[i][0] = ahead[i][1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (DIM % SPAN == 0 || channel < DIM) {
+                const float* from = fn + ((8ll * eight + row) * 4 + part / 12) * DIM + channel;
+                ahead[i][0] = __ldg(reinterpret_cast<const float4*>(from));
+                ahead[i][1] = __ldg(reinterpret_cast<const float4*>(from) + 1);
+            }
         }
-        float rest[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-        for (int term = 0; term < TERMS; ++term) {
-            unsigned char* to = fn_parts + (3 * (TERMS * block + term) + eight) * 1024 + row * 128 + at % 4 * 4;
+        for (int i = 0; i < EACH; ++i) {
+            const int part = threadIdx.x / 32 + i * WARPS, eight = part % 3, block = part / 3 % 2, half = part / 6 % 2;
+            const float4 &low = ahead[i][0], &high = ahead[i][1];
+            float rest[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-            for (int p = 0; p < 4; ++p) {
-                const u32 word = pack(rest[2 * p], rest[2 * p + 1]);
-                rest[2 * p] -= half_of(word, 0);
-                rest[2 * p + 1] -= half_of(word, 1);
-                const int sixteen = (half * 4 + j) * 2 + p / 2;
-                *reinterpret_cast<u32*>(to + sixteen / 4 * FN_BLOCK + ((sixteen % 4 * 2 + p % 2 ^ row) << 4)) = word;
+            for (int term = 0; term < TERMS; ++term) {
+                unsigned char* to = fn_parts + span * 4 * FN_BLOCK + row * 128 + q * 4;
+                to += (3 * (TERMS * block + term) + eight) * 1024;
+#pragma unroll
+                for (int p = 0; p < 4; ++p) {
+                    const u32 word = pack(rest[2 * p], rest[2 * p + 1]);
+                    rest[2 * p] -= half_of(word, 0);
+                    rest[2 * p + 1] -= half_of(word, 1);
+                    const int sixteen = (half * 4 + part / 12) * 2 + p / 2;
+                    *reinterpret_cast<u32*>(to + sixteen / 4 * FN_BLOCK + ((sixteen % 4 * 2 + p % 2 ^ row) << 4)) = word;
+                }
             }
         }
     }
@@ -213,7 +225,7 @@ template <int DIM> __device__ __forceinline__ void split_fn(const float* fn, uns
 }
 
 // Streams in; new streams, site input and partial sums [T, chunks, WIDTH] out. UPDATE: the streams change.
-// Grid: chunks of SPAN channels x token shares. A warp's tile is 8 tokens, a unit 4 of them: 256 bytes of each row at once.
+// Grid: chunks of FORWARD_SPANS spans x token shares. A warp's tile is 8 tokens, a unit 4 of them: 256 bytes of each row at once.
 //
 // A warpgroup multiplies: rows g and g + 8 of a warp's 16 are tokens g % 4 of either unit, and channels of block g / 4 of
 // the span. So all rows are multiplied with fn's slices of both blocks, and of either half of the results half is used:
@@ -221,31 +233,36 @@ template <int DIM> __device__ __forceinline__ void split_fn(const float* fn, uns
 template <bool UPDATE, int DIM>
 __global__ void __launch_bounds__(THREADS, 1)
 site_forward(const u16* y, const u16* x, const float* post, const float* comb, const float* pre, const float* fn,
-             u16* out, u16* site_input, float* partial, int num_tokens, int chunks) {
+             u16* out, u16* site_input, float* partial, int num_tokens) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    constexpr int SLOT = FORWARD_ARRAYS * ARRAY, TABLE = UNIT * 24, LAST = 4, STEPS = SPAN / 2 * 4 / 16;
+    constexpr int SLOT = FORWARD_ARRAYS * ARRAY, TABLE = HALF * 24, LAST = 4, STEPS = SPAN / 2 * 4 / 16;
+    static_assert(FORWARD_STAGES == 2, "either half has a place of the ring");
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, q = lane % 4;
-    const int chunk = blockIdx.x % chunks, share = blockIdx.x / chunks, stride = gridDim.x / chunks * WARPS;
+    constexpr int CHUNKS = Chunk<DIM, SPAN, FORWARD_SPANS>::CHUNKS;
+    const Chunk<DIM, SPAN, FORWARD_SPANS> chunk = {(int)blockIdx.x % CHUNKS};
+    const int share = blockIdx.x / CHUNKS, stride = gridDim.x / CHUNKS * WARPS;
     const int tiles = (num_tokens + UNIT - 1) / UNIT;
     unsigned char* fn_parts = memory;
-    unsigned char* rings = memory + STEPS / 4 * FN_BLOCK;
+    unsigned char* rings = memory + FORWARD_SPANS * STEPS / 4 * FN_BLOCK;
     unsigned char* ring = rings + warp * FORWARD_STAGES * SLOT;
-    float* tables = reinterpret_cast<float*>(rings + WARPS * FORWARD_STAGES * SLOT) + warp * 2 * TABLE;
+    float* table = reinterpret_cast<float*>(rings + WARPS * FORWARD_STAGES * SLOT) + warp * TABLE;
     const Rows<256, 3, 4> rows(lane);
-    const int column = chunk * SPAN + rows.channel;
-    const bool inside = DIM % SPAN == 0 || column < DIM;
 
     next_may_start();
-    auto fetch = [&](const Step& step) {
-        if (step.tile < tiles) {
-            const u32 to = shared_address(ring + step.slot * SLOT);
-            if (step.half == 0) {
-                const u32 table = shared_address(tables + step.turn * TABLE);
-                copy_tables<UPDATE, UNIT, 6>(table, post, comb, pre, nullptr, step.tile * UNIT, num_tokens);
-            }
+    auto fetch_table = [&](int tile, int half) {
+        const u32 at = shared_address(table);
+        if (tile < tiles)
+            copy_tables<UPDATE, HALF, 6>(at, post, comb, pre, nullptr, tile * UNIT + HALF * half, num_tokens);
+        copy_commit();
+    };
+    auto fetch = [&](int tile, int span, int half) {
+        if (tile < tiles) {
+            const u32 to = shared_address(ring + half * SLOT);
+            const int column = chunk.column(span) + rows.channel;
+            const bool inside = DIM % SPAN == 0 || column < DIM;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int token = step.tile * UNIT + HALF * step.half + rows.row[i];
+                const int token = tile * UNIT + HALF * half + rows.row[i];
                 const int bytes = token < num_tokens && inside ? 16 : 0;
                 const long long row = min(token, num_tokens - 1);
                 const u16* from = x + row * 4 * DIM + column;
@@ -256,28 +273,29 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
         }
         copy_commit();
     };
-    Step step = {share * WARPS + warp, 0, 0, 0, 0}, ahead = step;
-#pragma unroll
-    for (int i = 0; i < FORWARD_STAGES; ++i) {
-        fetch(ahead);
-        ahead.next<FORWARD_STAGES, 2>(1, stride);
-    }
+    int tile = share * WARPS + warp, span = 0;
+    fetch_table(tile, 0);
+    fetch(tile, 0, 0);
+    fetch(tile, 0, 1);
     split_fn<DIM>(fn, fn_parts, chunk);
     __syncthreads();
 
     const u64 parts = descriptor(shared_address(fn_parts));
     float sums[72], squares[2];  // [block][term][8 rows of fn][unit][2 rows]
-    for (; step.tile / 4 * 4 < tiles; step.next<FORWARD_STAGES, 2>(1, stride)) {  // the same for a whole warpgroup
+    while (tile / 4 * 4 < tiles) {  // the same for a whole warpgroup
+        const bool whole = span == chunk.count() - 1;  // of the tile, after this step
+        const int next_tile = whole ? tile + stride : tile, next_span = whole ? 0 : span + 1;
         Vec news[2][2][4];  // [unit][32 channels][stream]
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (r == 1) step.next<FORWARD_STAGES, 2>(1, stride);
-            copy_wait<FORWARD_STAGES - 1>();
+            copy_wait<1>();  // for all but the other half's unit
             __syncwarp();
             Coefficients mix;
-            mix.load(tables + step.turn * TABLE + (HALF * r + g % 4) * 24);
-            unsigned char* slot = ring + step.slot * SLOT;
-            squares[r] = 0.0f;
+            mix.load(table + g % 4 * 24);
+            __syncwarp();
+            fetch_table(r == 0 ? tile : next_tile, 1 - r);
+            unsigned char* slot = ring + r * SLOT;
+            if (span == 0) squares[r] = 0.0f;
 #pragma unroll
             for (int b = 0; b < 2; ++b) {
                 Vec* mine = reinterpret_cast<Vec*>(slot + rows.at(g % 4, g / 4 * 8 + 4 * b + q));
@@ -319,19 +337,23 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
             }
             __syncwarp();
             if (r == 1) {
+                // read from a lane, so that the compiler sees that it is the same in all
+                const u64 slice = parts + (u32)__shfl_sync(FULL, span, 0) * (4 * FN_BLOCK >> 4);
                 mma_fence();
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
                     const Vec &low = news[0][i / 8][i / 2 % 4], &high = news[1][i / 8][i / 2 % 4];
                     const int k = i % 2 * 2;
                     const u32 a[4] = {low.w[k], high.w[k], low.w[k + 1], high.w[k + 1]};
-                    mma144(sums, a, parts + (i / 4 * FN_BLOCK + i % 4 * 32 >> 4), i > 0);
+                    mma144(sums, a, slice + (i / 4 * FN_BLOCK + i % 4 * 32 >> 4), i > 0 || span > 0);
                 }
                 mma_commit();
             }
+            const int column = chunk.column(span) + rows.channel;
+            const bool inside = DIM % SPAN == 0 || column < DIM;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const long long row = step.tile * UNIT + HALF * r + rows.row[i];
+                const long long row = tile * UNIT + HALF * r + rows.row[i];
                 const Vec* from = reinterpret_cast<const Vec*>(slot + rows.offset[i]);
                 if (row < num_tokens && inside) {
                     if (UPDATE) {
@@ -343,18 +365,19 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
                 }
             }
             __syncwarp();
-            fetch(ahead);
-            ahead.next<FORWARD_STAGES, 2>(1, stride);
+            fetch(next_tile, next_span, r);
         }
         mma_wait();
+        const int t = tile * UNIT + g;
+        tile = next_tile, span = next_span;
+        if (!whole) continue;
         // This lane has sums over its block of tokens g % 4 of both units; it keeps token g, and sends the other one's to
         // the lane that has that token's other block.
         const bool second = g >= 4;
         auto over_blocks = [&](float of_first, float of_second) {
             return (second ? of_second : of_first) + __shfl_xor_sync(FULL, second ? of_first : of_second, 16);
         };
-        const int t = step.tile * UNIT + g;
-        float* to = partial + ((long long)t * chunks + chunk) * WIDTH + 2 * q;
+        float* to = partial + ((long long)t * CHUNKS + chunk.index) * WIDTH + 2 * q;
 #pragma unroll
         for (int a = 0; a < 3; ++a) {
             float pair[2];
@@ -548,12 +571,13 @@ template <bool UPDATE, int DIM>
 __global__ void __launch_bounds__(THREADS, 1)
 site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_input, const float* post, const float* comb,
               const float* pre, const float* weight, const float* fn, u16* grad_y, u16* grad_x, float* partial,
-              int num_tokens, int chunks, int has_new, int has_input) {
+              int num_tokens, int has_new, int has_input) {
     extern __shared__ __align__(128) unsigned char memory[];
     constexpr int SLOT = BACKWARD_ARRAYS * ARRAY, NEW = 4, INPUT = 8, LAST = 9, FOURS = 7, TABLE = UNIT * FOURS * 4;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, q = lane % 4;
-    const Chunk<DIM> chunk(chunks);
-    const int blocks = chunk.count, share = blockIdx.x / chunks, stride = gridDim.x / chunks * WARPS;
+    constexpr int CHUNKS = Chunk<DIM, BLOCK, BACKWARD_BLOCKS>::CHUNKS;
+    const Chunk<DIM, BLOCK, BACKWARD_BLOCKS> chunk = {(int)blockIdx.x % CHUNKS};
+    const int blocks = chunk.count(), share = blockIdx.x / CHUNKS, stride = gridDim.x / CHUNKS * WARPS;
     const int tiles = (num_tokens + UNIT - 1) / UNIT;
     unsigned char* ring = memory + warp * BACKWARD_STAGES * SLOT;
     float* tables = reinterpret_cast<float*>(memory + WARPS * BACKWARD_STAGES * SLOT) + warp * 2 * TABLE;
@@ -591,11 +615,11 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
 #pragma unroll
         for (int i = 0; i < 6; ++i) next_weights[i] = from[4 * i];
     };
-    Step step = {share * WARPS + warp, 0, 0, 0, 0}, ahead = step;
+    Step step = {share * WARPS + warp, 0, 0, 0}, ahead = step;
 #pragma unroll
     for (int i = 0; i < BACKWARD_STAGES; ++i) {
         fetch_unit(ahead);
-        ahead.next<BACKWARD_STAGES, 1>(blocks, stride);
+        ahead.next(blocks, stride);
     }
     // row g of product p is channel 8g + 2p, row g + 8 the one after it
 #pragma unroll 4
@@ -613,13 +637,13 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
     for (int i = 0; i < BACKWARD_STAGES; ++i) {  // the first group of copies has all units so far
         fetch_tables(ahead);
         copy_commit();
-        ahead.next<BACKWARD_STAGES, 1>(blocks, stride);
+        ahead.next(blocks, stride);
     }
     __syncthreads();
 
     float dots[2][24];
     u32 weights[6];
-    for (; step.tile < tiles; step.next<BACKWARD_STAGES, 1>(blocks, stride)) {
+    for (; step.tile < tiles; step.next(blocks, stride)) {
         if (step.block == 0) {
 #pragma unroll
             for (int i = 0; i < 48; ++i) dots[i / 24][i % 24] = 0.0f;
@@ -717,12 +741,12 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
         fetch_unit(ahead);
         fetch_tables(ahead);
         copy_commit();
-        ahead.next<BACKWARD_STAGES, 1>(blocks, stride);
+        ahead.next(blocks, stride);
         if (step.block == blocks - 1) {  // over the eight lanes of a token: lane 4g + q keeps columns g, g + 8, g + 16
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int t = step.tile * UNIT + 2 * q + r;
-                float* to = partial + ((long long)t * chunks + chunk.index) * 24 + g;
+                float* to = partial + ((long long)t * CHUNKS + chunk.index) * 24 + g;
 #pragma unroll
                 for (int a = 0; a < 3; ++a) {
                     const float* eight = dots[r] + 8 * a;

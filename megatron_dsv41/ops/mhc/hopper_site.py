@@ -20,11 +20,12 @@ THREADS, WARPS, ROWS, BLOCK, WIDTH = 256, 8, 16, 64, 32
 NUM_STREAMS = 4
 SUM_THREADS = 384
 # As the kernels have them. Shared memory in bytes: copied units and tables of coefficients; a block's slice of fn.
-FORWARD_STAGES, BACKWARD_STAGES, FN_STAGES, GROUP = 3, 2, 4, 4
-FORWARD_RING, FORWARD_FN = WARPS * (FORWARD_STAGES * 5 * 1024 + 2 * 8 * 96), 64 * 4 * 3 * 24 * 2
+FORWARD_STAGES, BACKWARD_STAGES, FN_STAGES, GROUP = 2, 2, 4, 4
+FORWARD_RING, FORWARD_FN = WARPS * (FORWARD_STAGES * 5 * 1024 + 4 * 96), 64 * 4 * 3 * 24 * 2
 BACKWARD_RING, BACKWARD_FN = WARPS * (BACKWARD_STAGES * 10 * 1024 + 2 * 8 * 112), 4 * 12 * 512
-# Blocks of 64 channels that a CTA owns: the forward's products take two, more of the backward's slice of fn do not fit.
-FORWARD_BLOCKS, BACKWARD_BLOCKS = 2, 2
+# Blocks of 64 channels that a CTA owns, as the kernels have them. More of them leave fewer partial sums, but their
+# slice of fn must fit.
+FORWARD_BLOCKS, BACKWARD_BLOCKS = 4, 2
 FN_COLUMNS = WARPS * 64  # columns of fn that a CTA of its gradient has
 FN_RING = WARPS * FN_STAGES * 4 * 512 + 2 * GROUP * 96 * 16
 
@@ -75,7 +76,7 @@ class _Site(torch.autograd.Function):
         launch(
             FILE, plan.name("site_forward", dim), grid.ctas, THREADS, *_or(streams, y), streams,
             *_or(streams, post, comb), pre, fn, new, site_input, partial,
-            tokens, grid.chunks, shared_bytes=FORWARD_RING + FORWARD_BLOCKS * FORWARD_FN,
+            tokens, shared_bytes=FORWARD_RING + FORWARD_BLOCKS * FORWARD_FN,
         )  # fmt: skip
         sums = _wide(streams, tokens, WIDTH)
         mix = [_wide(streams, tokens, *shape) for shape in ((4,), (4,), (4, 4))]
@@ -107,7 +108,7 @@ class _Site(torch.autograd.Function):
         launch(
             FILE, plan.name("site_backward", dim), grid.ctas, THREADS, *_or(streams, y), streams,
             *_or(streams, grad_new, grad_input, post, comb), pre, weight, fn, *_or(streams, grad_y),
-            grad_x, partial_mix, tokens, grid.chunks,
+            grad_x, partial_mix, tokens,
             int(grad_new is not None), int(grad_input is not None),
             shared_bytes=BACKWARD_RING + BACKWARD_BLOCKS * BACKWARD_FN, early=True,
         )  # fmt: skip

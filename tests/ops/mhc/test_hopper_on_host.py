@@ -70,11 +70,11 @@ def test_hostile_streams(site, size):
 @pytest.mark.parametrize(
     ("sound", "broken"),
     [
-        ("copy_wait<FORWARD_STAGES - 1>();", "copy_wait<FORWARD_STAGES>();"),
+        ("copy_wait<1>();  // for all", "copy_wait<3>();  // for all"),
         ("rows.at(g % 4, g / 4 * 8 + 4 * b + q)", "rows.at(g % 4, g / 4 * 8 + q)"),
-        ("FORWARD_STAGES = 3, BACKWARD_STAGES = 2", "FORWARD_STAGES = 4, BACKWARD_STAGES = 2"),
+        ("FORWARD_SPANS = 2,", "FORWARD_SPANS = 3,"),
     ],
-    ids=["a wait", "a place", "a stage"],
+    ids=["a wait", "a place", "a span"],
 )
 def test_a_fault_is_seen(monkeypatch, tmp_path, sound, broken):
     """A wait for too little, places that are not the lane's, and shared memory that was not asked for."""
