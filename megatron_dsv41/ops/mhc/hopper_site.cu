@@ -164,6 +164,22 @@ template <int DIM, int SIZE, int EACH> struct Chunk {
     __device__ __forceinline__ int column(int block) const { return (index + block * CHUNKS) * SIZE; }
 };
 
+// What a CTA does: of which chunk, which tiles of 8 tokens its first warp has. A chunk's tokens are shared by `shares` CTAs,
+// in rounds of a tile for every warp, up to round `limit`. What is left is done by one CTA more for each chunk, on the
+// multiprocessors that are left. hopper_site.py chooses the numbers.
+struct Work {
+    int chunk, tile, stride, end;
+
+    __device__ __forceinline__ Work(int num_tokens, int chunks, int shares, int limit) {
+        const int share = blockIdx.x / chunks, tiles = (num_tokens + UNIT - 1) / UNIT;
+        const bool rest = share == shares;
+        chunk = blockIdx.x % chunks;
+        tile = (rest ? limit : share) * WARPS;
+        stride = (rest ? 1 : shares) * WARPS;
+        end = rest ? tiles : min(tiles, limit * WARPS);
+    }
+};
+
 // A lane's part of copies of units, 1024 bytes of each array in rows of 16-byte chunks: one chunk of each of two rows.
 // SHIFT and MASK say how rows are swizzled, so that neither these accesses nor the operands' meet in a bank.
 template <int BYTES, int SHIFT, int MASK> struct Rows {
@@ -225,7 +241,7 @@ __device__ __forceinline__ void split_fn(const float* fn, unsigned char* fn_part
 }
 
 // Streams in; new streams, site input and partial sums [T, chunks, WIDTH] out. UPDATE: the streams change.
-// Grid: chunks of FORWARD_SPANS spans x token shares. A warp's tile is 8 tokens, a unit 4 of them: 256 bytes of each row at once.
+// Grid: see Work. A warp's tile is 8 tokens, a unit 4 of them: 256 bytes of each row at once.
 //
 // A warpgroup multiplies: rows g and g + 8 of a warp's 16 are tokens g % 4 of either unit, and channels of block g / 4 of
 // the span. So all rows are multiplied with fn's slices of both blocks, and of either half of the results half is used:
@@ -233,15 +249,14 @@ __device__ __forceinline__ void split_fn(const float* fn, unsigned char* fn_part
 template <bool UPDATE, int DIM>
 __global__ void __launch_bounds__(THREADS, 1)
 site_forward(const u16* y, const u16* x, const float* post, const float* comb, const float* pre, const float* fn,
-             u16* out, u16* site_input, float* partial, int num_tokens) {
+             u16* out, u16* site_input, float* partial, int num_tokens, int shares, int limit) {
     extern __shared__ __align__(1024) unsigned char memory[];
     constexpr int SLOT = FORWARD_ARRAYS * ARRAY, TABLE = HALF * 24, LAST = 4, STEPS = SPAN / 2 * 4 / 16;
     static_assert(FORWARD_STAGES == 2, "either half has a place of the ring");
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, q = lane % 4;
     constexpr int CHUNKS = Chunk<DIM, SPAN, FORWARD_SPANS>::CHUNKS;
-    const Chunk<DIM, SPAN, FORWARD_SPANS> chunk = {(int)blockIdx.x % CHUNKS};
-    const int share = blockIdx.x / CHUNKS, stride = gridDim.x / CHUNKS * WARPS;
-    const int tiles = (num_tokens + UNIT - 1) / UNIT;
+    const Work work(num_tokens, CHUNKS, shares, limit);
+    const Chunk<DIM, SPAN, FORWARD_SPANS> chunk = {work.chunk};
     unsigned char* fn_parts = memory;
     unsigned char* rings = memory + FORWARD_SPANS * STEPS / 4 * FN_BLOCK;
     unsigned char* ring = rings + warp * FORWARD_STAGES * SLOT;
@@ -251,12 +266,12 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
     next_may_start();
     auto fetch_table = [&](int tile, int half) {
         const u32 at = shared_address(table);
-        if (tile < tiles)
+        if (tile < work.end)
             copy_tables<UPDATE, HALF, 6>(at, post, comb, pre, nullptr, tile * UNIT + HALF * half, num_tokens);
         copy_commit();
     };
     auto fetch = [&](int tile, int span, int half) {
-        if (tile < tiles) {
+        if (tile < work.end) {
             const u32 to = shared_address(ring + half * SLOT);
             const int column = chunk.column(span) + rows.channel;
             const bool inside = DIM % SPAN == 0 || column < DIM;
@@ -273,7 +288,7 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
         }
         copy_commit();
     };
-    int tile = share * WARPS + warp, span = 0;
+    int tile = work.tile + warp, span = 0;
     fetch_table(tile, 0);
     fetch(tile, 0, 0);
     fetch(tile, 0, 1);
@@ -282,9 +297,9 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
 
     const u64 parts = descriptor(shared_address(fn_parts));
     float sums[72], squares[2];  // [block][term][8 rows of fn][unit][2 rows]
-    while (tile / 4 * 4 < tiles) {  // the same for a whole warpgroup
+    while (tile / 4 * 4 < work.end) {  // the same for a whole warpgroup
         const bool whole = span == chunk.count() - 1;  // of the tile, after this step
-        const int next_tile = whole ? tile + stride : tile, next_span = whole ? 0 : span + 1;
+        const int next_tile = whole ? tile + work.stride : tile, next_span = whole ? 0 : span + 1;
         Vec news[2][2][4];  // [unit][32 channels][stream]
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

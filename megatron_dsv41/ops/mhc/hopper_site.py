@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_dsv41.ops.csa2.cuda_kernels import launch
 
 FILE = str(Path(__file__).with_suffix(".cu"))
-THREADS, WARPS, ROWS, BLOCK, WIDTH = 256, 8, 16, 64, 32
+THREADS, WARPS, ROWS, UNIT, BLOCK, WIDTH = 256, 8, 16, 8, 64, 32
 NUM_STREAMS = 4
 SUM_THREADS = 384
 # As the kernels have them. Shared memory in bytes: copied units and tables of coefficients; a block's slice of fn.
@@ -46,18 +46,33 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Chunks of channels, and CTAs: each chunk's tokens are shared by as many as the device runs at once."""
+    """Chunks of channels, and CTAs, of which a multiprocessor has one at a time: `shares` of them take turns over each
+    chunk's tokens, a round of 64 at a time, up to round `limit`. Where rounds are left, one more per chunk does them,
+    on the multiprocessors without a share."""
 
     chunks: int
+    shares: int
+    limit: int
     ctas: int
 
     @classmethod
     def over(cls, streams: Tensor, blocks: int) -> Grid:
         """Grid of one call whose chunks have at most `blocks` blocks."""
         tokens, _, dim = streams.shape
-        chunks = _ceil(dim // BLOCK, blocks)
-        shares = max(1, min(_multiprocessors(streams.device.index) // chunks, _ceil(tokens, ROWS * WARPS)))
-        return cls(chunks, chunks * shares)
+        chunks, rounds = _ceil(dim // BLOCK, blocks), _ceil(tokens, UNIT * WARPS)
+        multiprocessors = _multiprocessors(streams.device.index)
+        shares = max(1, min(multiprocessors // chunks, rounds))
+        beyond = multiprocessors - chunks * shares
+        each = _ceil(rounds, shares)  # rounds of a share, fewer as long as those left do not take longer
+        while beyond > 0 and _rounds_beyond(rounds - (each - 1) * shares, chunks, beyond) <= each - 1:
+            each -= 1
+        limit = each * shares
+        return cls(chunks, shares, limit, chunks * (shares + (limit < rounds)))
+
+
+def _rounds_beyond(left: int, chunks: int, multiprocessors: int) -> int:
+    """Rounds of a multiprocessor that does `left` of several chunks; a chunk's slice of fn costs it as much as one."""
+    return _ceil(chunks, multiprocessors) * (left + 1)
 
 
 class _Site(torch.autograd.Function):
@@ -76,7 +91,7 @@ class _Site(torch.autograd.Function):
         launch(
             FILE, plan.name("site_forward", dim), grid.ctas, THREADS, *_or(streams, y), streams,
             *_or(streams, post, comb), pre, fn, new, site_input, partial,
-            tokens, shared_bytes=FORWARD_RING + FORWARD_BLOCKS * FORWARD_FN,
+            tokens, grid.shares, grid.limit, shared_bytes=FORWARD_RING + FORWARD_BLOCKS * FORWARD_FN,
         )  # fmt: skip
         sums = _wide(streams, tokens, WIDTH)
         mix = [_wide(streams, tokens, *shape) for shape in ((4,), (4,), (4, 4))]
@@ -106,7 +121,7 @@ class _Site(torch.autograd.Function):
         grad_x, grad_y = torch.empty_like(streams), torch.empty_like(y) if plan.update else None
         partial_mix = _wide(streams, tokens, grid.chunks, 24)
         launch(
-            FILE, plan.name("site_backward", dim), grid.ctas, THREADS, *_or(streams, y), streams,
+            FILE, plan.name("site_backward", dim), grid.chunks * grid.shares, THREADS, *_or(streams, y), streams,
             *_or(streams, grad_new, grad_input, post, comb), pre, weight, fn, *_or(streams, grad_y),
             grad_x, partial_mix, tokens,
             int(grad_new is not None), int(grad_input is not None),
