@@ -586,14 +586,14 @@ template <bool UPDATE, int DIM>
 __global__ void __launch_bounds__(THREADS, 1)
 site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_input, const float* post, const float* comb,
               const float* pre, const float* weight, const float* fn, u16* grad_y, u16* grad_x, float* partial,
-              int num_tokens, int has_new, int has_input) {
+              int num_tokens, int shares, int limit, int has_new, int has_input) {
     extern __shared__ __align__(128) unsigned char memory[];
     constexpr int SLOT = BACKWARD_ARRAYS * ARRAY, NEW = 4, INPUT = 8, LAST = 9, FOURS = 7, TABLE = UNIT * FOURS * 4;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, q = lane % 4;
     constexpr int CHUNKS = Chunk<DIM, BLOCK, BACKWARD_BLOCKS>::CHUNKS;
-    const Chunk<DIM, BLOCK, BACKWARD_BLOCKS> chunk = {(int)blockIdx.x % CHUNKS};
-    const int blocks = chunk.count(), share = blockIdx.x / CHUNKS, stride = gridDim.x / CHUNKS * WARPS;
-    const int tiles = (num_tokens + UNIT - 1) / UNIT;
+    const Work work(num_tokens, CHUNKS, shares, limit);
+    const Chunk<DIM, BLOCK, BACKWARD_BLOCKS> chunk = {work.chunk};
+    const int blocks = chunk.count();
     unsigned char* ring = memory + warp * BACKWARD_STAGES * SLOT;
     float* tables = reinterpret_cast<float*>(memory + WARPS * BACKWARD_STAGES * SLOT) + warp * 2 * TABLE;
     // [block][stream][pair of channels][8 rows of fn][lane]
@@ -602,7 +602,7 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
 
     next_may_start();
     auto fetch_unit = [&](const Step& step) {
-        if (step.tile < tiles) {
+        if (step.tile < work.end) {
             const int column = chunk.column(step.block) + rows.channel;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -620,7 +620,7 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
         }
     };
     auto fetch_tables = [&](const Step& step) {
-        if (step.tile >= tiles || step.block > 0) return;
+        if (step.tile >= work.end || step.block > 0) return;
         const u32 table = shared_address(tables + step.turn * TABLE);
         copy_tables<UPDATE, UNIT, FOURS>(table, post, comb, pre, weight, step.tile * UNIT, num_tokens);
     };
@@ -630,11 +630,11 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
 #pragma unroll
         for (int i = 0; i < 6; ++i) next_weights[i] = from[4 * i];
     };
-    Step step = {share * WARPS + warp, 0, 0, 0}, ahead = step;
+    Step step = {work.tile + warp, 0, 0, 0}, ahead = step;
 #pragma unroll
     for (int i = 0; i < BACKWARD_STAGES; ++i) {
         fetch_unit(ahead);
-        ahead.next(blocks, stride);
+        ahead.next(blocks, work.stride);
     }
     // row g of product p is channel 8g + 2p, row g + 8 the one after it
 #pragma unroll 4
@@ -652,19 +652,19 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
     for (int i = 0; i < BACKWARD_STAGES; ++i) {  // the first group of copies has all units so far
         fetch_tables(ahead);
         copy_commit();
-        ahead.next(blocks, stride);
+        ahead.next(blocks, work.stride);
     }
     __syncthreads();
 
     float dots[2][24];
     u32 weights[6];
-    for (; step.tile < tiles; step.next(blocks, stride)) {
+    for (; step.tile < work.end; step.next(blocks, work.stride)) {
         if (step.block == 0) {
 #pragma unroll
             for (int i = 0; i < 48; ++i) dots[i / 24][i % 24] = 0.0f;
 #pragma unroll
             for (int i = 0; i < 6; ++i) weights[i] = to_tf32(next_weights[i]);
-            fetch_weights(step.tile + stride);
+            fetch_weights(step.tile + work.stride);
         }
         copy_wait<BACKWARD_STAGES - 1>();
         __syncwarp();
@@ -756,7 +756,7 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
         fetch_unit(ahead);
         fetch_tables(ahead);
         copy_commit();
-        ahead.next(blocks, stride);
+        ahead.next(blocks, work.stride);
         if (step.block == blocks - 1) {  // over the eight lanes of a token: lane 4g + q keeps columns g, g + 8, g + 16
 #pragma unroll
             for (int r = 0; r < 2; ++r) {

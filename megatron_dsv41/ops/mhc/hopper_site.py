@@ -121,9 +121,9 @@ class _Site(torch.autograd.Function):
         grad_x, grad_y = torch.empty_like(streams), torch.empty_like(y) if plan.update else None
         partial_mix = _wide(streams, tokens, grid.chunks, 24)
         launch(
-            FILE, plan.name("site_backward", dim), grid.chunks * grid.shares, THREADS, *_or(streams, y), streams,
+            FILE, plan.name("site_backward", dim), grid.ctas, THREADS, *_or(streams, y), streams,
             *_or(streams, grad_new, grad_input, post, comb), pre, weight, fn, *_or(streams, grad_y),
-            grad_x, partial_mix, tokens,
+            grad_x, partial_mix, tokens, grid.shares, grid.limit,
             int(grad_new is not None), int(grad_input is not None),
             shared_bytes=BACKWARD_RING + BACKWARD_BLOCKS * BACKWARD_FN, early=True,
         )  # fmt: skip
