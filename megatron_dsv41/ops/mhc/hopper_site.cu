@@ -785,22 +785,25 @@ site_backward(const u16* y, const u16* x, const u16* grad_new, const u16* grad_i
 }
 
 // Partial gradients of fn [shares, 24, columns]: weight^T times new streams [T, columns]. A warp has 64 columns, lane
-// 4g + q the columns 8g..8g+7 of tokens 2q, 2q + 1, 2q + 8, 2q + 9 of a tile. Grid: 512 columns x token shares.
+// 4g + q the columns 8g..8g+7 of tokens 2q, 2q + 1, 2q + 8, 2q + 9 of a tile. Grid: 512 columns x (shares, and one more if they leave tokens).
 template <int STAGES>
 __global__ void __launch_bounds__(THREADS, 2)
-fn_gradient(const u16* streams, const u16* operand, float* partial, int num_tokens, int columns, int chunks) {
+fn_gradient(const u16* streams, const u16* operand, float* partial, int num_tokens, int columns, int chunks, int shares,
+            int limit) {
     extern __shared__ __align__(128) unsigned char memory[];
     constexpr int SLOT = 4 * 512, WEIGHTS = GROUP * 96;  // Vecs of a group of tiles
     static_assert(STAGES <= GROUP, "a group's weights are copied while the group before is at work");
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, q = lane % 4;
-    const int share = blockIdx.x / chunks, shares = gridDim.x / chunks, tiles = (num_tokens + ROWS - 1) / ROWS;
+    const int share = blockIdx.x / chunks, all_tiles = (num_tokens + ROWS - 1) / ROWS;
+    // The shares take turns over groups of GROUP tiles, up to group `limit`; one more has what is left.
+    const bool rest = share == shares;
+    const int first = rest ? limit : share, stride = rest ? 1 : shares, tiles = rest ? all_tiles : min(all_tiles, limit * GROUP);
     const int warp_column = (blockIdx.x % chunks * WARPS + warp) * 64;
     const bool mine = warp_column < columns;  // of whole warps: columns is a multiple of 64
     unsigned char* ring = memory + warp * STAGES * SLOT;
     const Rows<128, 1, 6> rows(lane);
     Vec* weights = reinterpret_cast<Vec*>(memory + WARPS * STAGES * SLOT);
-    // Tile `at` of this share: groups of GROUP tiles go round the shares.
-    auto tile_at = [&](int at) { return (at / GROUP * shares + share) * GROUP + at % GROUP; };
+    auto tile_at = [&](int at) { return (at / GROUP * stride + first) * GROUP + at % GROUP; };
     auto fetch_weights = [&](int at) {
         if (at % GROUP != 0) return;
         const u32 to = shared_address(weights + at / GROUP % 2 * WEIGHTS);

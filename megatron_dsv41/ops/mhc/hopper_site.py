@@ -16,11 +16,12 @@ from torch import Tensor
 from megatron_dsv41.ops.csa2.cuda_kernels import launch
 
 FILE = str(Path(__file__).with_suffix(".cu"))
-THREADS, WARPS, ROWS, UNIT, BLOCK, WIDTH = 256, 8, 16, 8, 64, 32
+THREADS, WARPS, ROWS, BLOCK, WIDTH = 256, 8, 16, 64, 32
 NUM_STREAMS = 4
 SUM_THREADS = 384
 # As the kernels have them. Shared memory in bytes: copied units and tables of coefficients; a block's slice of fn.
 FORWARD_STAGES, BACKWARD_STAGES, FN_STAGES, GROUP = 2, 2, 4, 4
+ROUND = 64  # tokens: a tile of 8 for every warp, or a group of tiles of the gradient of fn
 FORWARD_RING, FORWARD_FN = WARPS * (FORWARD_STAGES * 5 * 1024 + 4 * 96), 64 * 4 * 3 * 24 * 2
 BACKWARD_RING, BACKWARD_FN = WARPS * (BACKWARD_STAGES * 10 * 1024 + 2 * 8 * 112), 4 * 12 * 512
 # Blocks of 64 channels that a CTA owns, as the kernels have them. More of them leave fewer partial sums, but their
@@ -46,9 +47,9 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Chunks of channels, and CTAs, of which a multiprocessor has one at a time: `shares` of them take turns over each
+    """Chunks of channels, and CTAs, of which the device has a number of places: `shares` of them take turns over each
     chunk's tokens, a round of 64 at a time, up to round `limit`. Where rounds are left, one more per chunk does them,
-    on the multiprocessors without a share."""
+    in the places without a share."""
 
     chunks: int
     shares: int
@@ -56,23 +57,28 @@ class Grid:
     ctas: int
 
     @classmethod
-    def over(cls, streams: Tensor, blocks: int) -> Grid:
-        """Grid of one call whose chunks have at most `blocks` blocks."""
-        tokens, _, dim = streams.shape
-        chunks, rounds = _ceil(dim // BLOCK, blocks), _ceil(tokens, UNIT * WARPS)
-        multiprocessors = _multiprocessors(streams.device.index)
-        shares = max(1, min(multiprocessors // chunks, rounds))
-        beyond = multiprocessors - chunks * shares
-        each = _ceil(rounds, shares)  # rounds of a share, fewer as long as those left do not take longer
+    def over(cls, tokens: int, chunks: int, places: int) -> Grid:
+        """Grid of one call: as many shares as there are places for, and as few rounds for each as leave those left no
+        longer a way."""
+        rounds = _ceil(tokens, ROUND)
+        shares = max(1, min(places // chunks, rounds))
+        beyond = places - chunks * shares
+        each = _ceil(rounds, shares)
         while beyond > 0 and _rounds_beyond(rounds - (each - 1) * shares, chunks, beyond) <= each - 1:
             each -= 1
         limit = each * shares
         return cls(chunks, shares, limit, chunks * (shares + (limit < rounds)))
 
+    @classmethod
+    def of_site(cls, streams: Tensor, blocks: int) -> Grid:
+        """Of chunks of at most `blocks` blocks and one CTA on a multiprocessor."""
+        tokens, _, dim = streams.shape
+        return cls.over(tokens, _ceil(dim // BLOCK, blocks), _multiprocessors(streams.device.index))
 
-def _rounds_beyond(left: int, chunks: int, multiprocessors: int) -> int:
-    """Rounds of a multiprocessor that does `left` of several chunks; a chunk's slice of fn costs it as much as one."""
-    return _ceil(chunks, multiprocessors) * (left + 1)
+
+def _rounds_beyond(left: int, chunks: int, places: int) -> int:
+    """Rounds in a place for CTAs with `left` of them each; to start one costs as much as a round."""
+    return _ceil(chunks, places) * (left + 1)
 
 
 class _Site(torch.autograd.Function):
@@ -84,7 +90,7 @@ class _Site(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         tokens, _, dim = streams.shape
-        grid = Grid.over(streams, FORWARD_BLOCKS)
+        grid = Grid.of_site(streams, FORWARD_BLOCKS)
         # Streams that stay as they are come back all the same: their gradient is then added by the backward kernel.
         new = torch.empty_like(streams) if plan.update else streams
         site_input, partial = streams.new_empty(tokens, dim), _wide(streams, tokens, grid.chunks, WIDTH)
@@ -107,7 +113,7 @@ class _Site(torch.autograd.Function):
         y, streams, post, comb, pre, fn, base, scale, sums, new = ctx.saved_tensors
         grad_new, grad_input, *grad_mix = (None if g is None else g.contiguous() for g in grads)
         plan, (tokens, _, dim) = ctx.plan, streams.shape
-        grid, tiles = Grid.over(streams, BACKWARD_BLOCKS), _ceil(tokens, ROWS)
+        grid, tiles = Grid.of_site(streams, BACKWARD_BLOCKS), _ceil(tokens, ROWS)
         project = any(g is not None for g in grad_mix)
         param = partial_fn = grad_fn = grad_base = grad_scale = None
         shares = 0
@@ -159,12 +165,12 @@ def _weights(plan: Plan, sums: Tensor, base: Tensor, scale: Tensor, grads: list[
 def _fn_gradient(new: Tensor, operand: Tensor) -> tuple[Tensor, int]:
     """Partial gradients of fn [shares, 24, n * d], and how many."""
     tokens, columns = len(new), new[0].numel()
-    chunks = _ceil(columns, FN_COLUMNS)
-    shares = max(1, min(2 * _multiprocessors(new.device.index) // chunks, _ceil(tokens, GROUP * ROWS)))
+    grid = Grid.over(tokens, _ceil(columns, FN_COLUMNS), 2 * _multiprocessors(new.device.index))
+    shares = grid.ctas // grid.chunks
     partial = _wide(new, shares, 24, columns)
     launch(
-        FILE, f"fn_gradient<{FN_STAGES}>", chunks * shares, THREADS, new, operand, partial, tokens, columns, chunks,
-        shared_bytes=FN_RING, early=True,
+        FILE, f"fn_gradient<{FN_STAGES}>", grid.ctas, THREADS, new, operand, partial,
+        tokens, columns, grid.chunks, grid.shares, grid.limit, shared_bytes=FN_RING, early=True,
     )  # fmt: skip
     return partial, shares
 

@@ -14,7 +14,7 @@ def multiprocessors(monkeypatch):
 
 
 def grid_of(tokens: int, dim: int, blocks: int) -> hopper_site.Grid:
-    return hopper_site.Grid.over(torch.empty(tokens, 4, dim, device="meta"), blocks)
+    return hopper_site.Grid.of_site(torch.empty(tokens, 4, dim, device="meta"), blocks)
 
 
 @pytest.mark.parametrize("blocks", SITES)
@@ -42,3 +42,8 @@ def test_multiprocessors_without_a_share_shorten_the_others(tokens: int, blocks:
     grid = grid_of(tokens, 5120, blocks)
     assert -(-tokens // 64 // grid.shares) == before
     assert grid.limit // grid.shares == now
+
+
+def test_the_gradient_of_fn_uses_more_of_its_places():
+    grid = hopper_site.Grid.over(4096, 40, 2 * 132)
+    assert (grid.shares, grid.limit, grid.ctas) == (6, 60, 280)  # ten rounds each, where eleven were

@@ -122,6 +122,19 @@ def test_refusals():
 
 
 @GPU
+def test_hopper_gives_the_same_on_few_multiprocessors(monkeypatch):
+    kernels, inputs = load("hopper"), operands(1500, 704, torch.bfloat16)
+    many = run(call(kernels, "site"), inputs)
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 7)
+    for grid in [kernels.Grid.of_site(inputs[1], blocks) for blocks in (4, 2)] + [kernels.Grid.over(1500, 6, 14)]:
+        assert grid.ctas > grid.chunks * grid.shares  # somebody does what the shares leave
+    few = run(call(kernels, "site"), inputs)
+    fn = len(many[0]) + 5  # its gradient alone is summed over shares
+    for i, (a, b) in enumerate(zip(many[0] + many[1], few[0] + few[1], strict=True)):
+        assert relative_error(a, b) < 1e-5 if i == fn else torch.equal(a, b), i
+
+
+@GPU
 def test_hopper_refuses_odd_widths():
     _, streams, _, _, pre, fn, base, scale = operands(3, 40, torch.bfloat16)
     with pytest.raises(ValueError, match=r"multiple of 64, got \[3, 4, 40\]; choose 'ref'"):
