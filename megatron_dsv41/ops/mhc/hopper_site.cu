@@ -3,8 +3,7 @@
 // A CTA owns a chunk of the channels, keeps its slice of `fn` in shared memory and walks over the tokens. Its warps copy
 // ahead into their own parts of shared memory: 8 tokens x 64 channels of all streams at a time in the backward, 4 x 128 in
 // the forward. Lanes side by side copy one token's 128 or 256 bytes, in and out: the L2 serves a whole line per request, and
-// requests are what it runs out of first; memory likes longer pieces still. So neighbouring CTAs, which are at the same
-// tokens at about the same time, have neighbouring channels: the blocks of a chunk lie far apart.
+// requests are what it runs out of first; memory likes longer pieces still.
 // Between, lane 4g + q holds what it needs as operand of a product, as long as `fn` is permuted alike: channels 8q.. of
 // tokens g % 4 in the forward, channels 8g.. of tokens 2q and 2q + 1 in the backward.
 //
@@ -153,15 +152,15 @@ struct Step {
     }
 };
 
-// What a CTA has of all tokens: up to EACH blocks of SIZE channels, which lie CHUNKS blocks apart.
+// What a CTA has of all tokens: up to EACH blocks of SIZE channels.
 template <int DIM, int SIZE, int EACH> struct Chunk {
     static constexpr int BLOCKS = (DIM + SIZE - 1) / SIZE, CHUNKS = (BLOCKS + EACH - 1) / EACH;
     int index;
 
     __device__ __forceinline__ int count() const {
-        return BLOCKS % CHUNKS == 0 ? BLOCKS / CHUNKS : (BLOCKS - index + CHUNKS - 1) / CHUNKS;
+        return BLOCKS % EACH == 0 ? EACH : min(EACH, BLOCKS - index * EACH);
     }
-    __device__ __forceinline__ int column(int block) const { return (index + block * CHUNKS) * SIZE; }
+    __device__ __forceinline__ int column(int block) const { return (index * EACH + block) * SIZE; }
 };
 
 // What a CTA does: of which chunk, which tiles of 8 tokens its first warp has. A chunk's tokens are shared by `shares` CTAs,
