@@ -9,7 +9,8 @@ gradients, with what the trainer does around them; no optimizer step unless --up
 tokens: dp, ep and owned rows one sequence per GPU, tp N sequences together, pp --micro-batches micro-batches in flight,
 cp one sequence of --context-tokens. Each layout is compared with one GPU that computes as many tokens a step in
 micro-batches of the same length. Into --out: results.json, table.md, timelines.png, efficiency.png; with --traces the
-profiler's files too. A layout that fails or hangs is reported, and the rest go on.
+profiler's files too. A layout that fails or hangs is reported, and the rest go on. Ranks that share GPUs
+(NCCL_MULTI_RANK_GPU_ENABLE=1) show bytes and that a layout runs; their times mean nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.experiments import traces
 from megatron_dsv41.experiments.overlap import Account, Interval, Span, account, split_waits
 from megatron_dsv41.experiments.timelines import plot_efficiency, plot_timelines
+from megatron_dsv41.parallel.environment import missing_gpus
 from megatron_dsv41.presets import PRESETS
 from megatron_dsv41.run_config import Run, run_from_dict
 from megatron_dsv41.testing.bench import FASTEST
@@ -138,7 +140,7 @@ def main() -> int:
             for file in Path(folder).glob("*.trace.json.gz"):
                 shutil.copy(file, args.traces)
     head = {
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "device": _device(args),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
@@ -182,8 +184,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("bench-layouts"))
     parser.add_argument("--traces", type=Path, help="keep the profiler's files here")
     args = parser.parse_args()
-    if args.device == "cuda" and torch.cuda.device_count() < args.gpus:
-        raise SystemExit(f"{args.gpus} GPUs asked for, this machine has {torch.cuda.device_count()}")
+    if args.device == "cuda" and (missing := missing_gpus(args.gpus, torch.cuda.device_count())):
+        raise SystemExit(f"bench_layouts.py {args.gpus} {missing}")
     return args
 
 
@@ -210,9 +212,10 @@ class Bench:
         except ValueError as error:
             self.failed[case.name] = str(error)
             return False
-        if max(planned) <= self.args.gib * 2**30:
+        needed = max(planned) * ranks_per_gpu(case.gpus, self.args.device) / 2**30
+        if needed <= self.args.gib:
             return True
-        self.failed[case.name] = f"needs {max(planned) / 2**30:.1f} GiB by the plan: --set train.recompute=selective"
+        self.failed[case.name] = f"needs {needed:.1f} GiB by the plan: --set train.recompute=selective"
         return False
 
     def _run_together(self, world: int, waiting: list[Case]) -> None:
@@ -265,6 +268,11 @@ class Bench:
                 speeds = [results[name]["tokens_per_second_per_gpu"] for name in (case.name, case.base)]
                 results[case.name] |= {"base": case.base, "efficiency": speeds[0] / speeds[1]}
         return results, {name: step for name, (_, step) in both.items()}
+
+
+def ranks_per_gpu(ranks: int, device: str) -> int:
+    """The most ranks that compute on one GPU of this machine."""
+    return -(-ranks // torch.cuda.device_count()) if device == "cuda" else 1
 
 
 def result(
@@ -337,6 +345,13 @@ def random_corpus(prefix: Path, config: DSV41Config, tokens: int) -> None:
     classes = np.arange(config.vocab_size) % config.engram_compressed_vocab_size
     ids = np.random.default_rng(0).integers(4, config.vocab_size, tokens)
     write_documents(prefix, [ids], classes, config.engram_compressed_vocab_size, seed=0)
+
+
+def _device(args: argparse.Namespace) -> str:
+    if args.device == "cpu":
+        return "cpu"
+    sharers = ranks_per_gpu(args.gpus, args.device)
+    return torch.cuda.get_device_name() + (f" (shared by {sharers} ranks: no timing)" if sharers > 1 else "")
 
 
 def _commit() -> str:

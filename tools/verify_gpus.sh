@@ -8,7 +8,8 @@
 # prints are tables for docs/benchmarks.md. Exits with 1 if anything is out of tolerance or hangs.
 # Environment: PYTHON, the interpreter (default .venv/bin/python); JOBS, layouts at a time (default 3: they share the
 # GPUs); STEPS of training (default 30); RUNS of each layout (default 3); LOGS, a folder for the output of every run;
-# DEVICE=cpu, the same on this machine's processor over gloo.
+# DEVICE=cpu, the same on this machine's processor over gloo; NCCL_MULTI_RANK_GPU_ENABLE=1, where there are fewer GPUs
+# than N, lets the ranks share them (NCCL 2.30 or later; CONTRIBUTING.md says more).
 set -uo pipefail
 
 gpus=${1:?usage: tools/verify_gpus.sh N [FOLDER]}

@@ -3,7 +3,8 @@
     python tools/verify_parity.py N [--folder tests/data/parity/text_fp32] [--jobs 3]
 
 In fp32 with the definition of every op; on CPUs with --device cpu the same over gloo. What this backend does not drive,
-and what does not run on GPUs, must be refused by name. Exits with 1 where a layout is out of tolerance.
+and what does not run on GPUs, must be refused by name. Exits with 1 where a layout is out of tolerance. With
+NCCL_MULTI_RANK_GPU_ENABLE=1 the N ranks may share fewer GPUs.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ bf16 weights and the given kernels; on CPUs over gloo with --precision fp32 --op
 (testing/noise.py) is that of four runs of one GPU: the weights as drawn, and with every weight moved by one ulp of its
 dtype (3 seeds). A layout passes where all of its runs end and stay inside twice the band. Each layout's checkpoint is
 taken up by one GPU, and that of one GPU by each layout, for FURTHER steps. Prints a table for docs/benchmarks.md;
-exits with 1 where a layout does not pass. The runs of a layout share their processes, so that kernels load once.
+exits with 1 where a layout does not pass. The runs of a layout share their processes, so that kernels load once. With
+NCCL_MULTI_RANK_GPU_ENABLE=1 the N ranks may share fewer GPUs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 
 from megatron_dsv41.backends.megatron import launch
 from megatron_dsv41.experiments.tracking import read_metrics
+from megatron_dsv41.parallel.environment import missing_gpus
 from megatron_dsv41.testing.bench import FASTEST, table, visible_gpus
 from megatron_dsv41.testing.noise import noise_band, nudge
 from megatron_dsv41.testing.tiny import KERNEL_WIDTHS
@@ -94,6 +96,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for the runs of a layout (default 600)")
     parser.add_argument("--logs", type=Path, help="where the runs' output goes (default: with the runs, then deleted)")
     args = parser.parse_args()
+    if torch.cuda.is_available() and (missing := missing_gpus(args.gpus, torch.cuda.device_count())):
+        raise SystemExit(f"verify_training.py {args.gpus} {missing}")
     with tempfile.TemporaryDirectory(prefix="verify-training-") as folder:
         return Verification(Path(folder), args).run()
 

@@ -36,8 +36,8 @@ def run_ranks(
     """`function(*args, **kwargs)` on `world_size` ranks; its results (picklable) in rank order.
 
     `function` must be a module-level function of an importable file. The default process group is gloo with a file
-    rendezvous; with device "cuda" every rank has a GPU of its own, and tensors there go through NCCL. The first rank
-    that fails ends the others; its traceback is in the AssertionError.
+    rendezvous; with device "cuda" every rank computes on its GPU (`parallel.environment.rank_gpu`), and tensors there
+    go through NCCL. The first rank that fails ends the others; its traceback is in the AssertionError.
     """
     with Ranks(function, world_size, *args, device=device, **kwargs) as ranks:
         return ranks.results(timeout)
@@ -176,13 +176,14 @@ def _rank_main(
         import torch
 
         from megatron_dsv41.backends.megatron import cpu, patches
+        from megatron_dsv41.parallel.environment import rank_gpu
 
         cpu.install()  # function modes belong to a thread: enter them in the one that runs the test
         patches.fix_stock()  # a spawned rank has not imported the server's modules
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's sequence parallelism asks for it
         if device == "cuda":
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(rank_gpu(rank, torch.cuda.device_count()))
         backend, rendezvous = backend or ("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"), f"file://{rendezvous}"
         torch.distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size)
         value = _find(where, name)(*args, **kwargs)

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 
 from megatron_dsv41.backends.megatron import cpu, patches
-from megatron_dsv41.parallel.environment import adopt_slurm_ranks
+from megatron_dsv41.parallel.environment import adopt_slurm_ranks, rank_gpu
 from megatron_dsv41.run_config import Parallel
 
 
@@ -31,8 +31,10 @@ def prepare_process() -> None:
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    """Where this rank computes. ValueError where the machine has no GPU for it."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", rank_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from megatron_dsv41.config import nearest
 from megatron_dsv41.data.packing import Packed
 from megatron_dsv41.modules.primitives import Linear
 from megatron_dsv41.ops.documents import Documents
+from megatron_dsv41.parallel.environment import missing_gpus
 from megatron_dsv41.phase import Phase
 from megatron_dsv41.run_config import Engram, Parallel, Recompute
 from megatron_dsv41.testing.parity import ParityCase, Results
@@ -61,8 +62,8 @@ def parse_layout(text: str) -> ParityLayout:
 def start_layout(folder: str | Path, text: str, ops: dict[str, str], device: str = "cpu") -> Results:
     """Start the processes of a layout on this machine and run a case on them, with device "cuda" on a GPU each.
 
-    ValueError for an impossible layout, for more processes than GPUs, and for the CPU where there are GPUs: Megatron
-    would use them.
+    ValueError for an impossible layout, for missing GPUs, and for the CPU where there are GPUs: Megatron would use
+    them.
     """
     from megatron_dsv41.testing.distributed import run_ranks
 
@@ -71,8 +72,8 @@ def start_layout(folder: str | Path, text: str, ops: dict[str, str], device: str
     size, gpus = layout.world_size, torch.cuda.device_count()
     if device == "cpu" and gpus:
         raise ValueError("--layout with --device cpu where there are GPUs: hide them with CUDA_VISIBLE_DEVICES=")
-    if device == "cuda" and size > gpus:
-        raise ValueError(f"--layout {text} needs {size} GPUs, this machine has {gpus}")
+    if device == "cuda" and (missing := missing_gpus(size, gpus)):
+        raise ValueError(f"--layout {text} {missing}")
     results = run_ranks(run_layouts, size, folder, [text], ops, timeout=3600.0, device=device)
     return results[0][0]
 

@@ -7,11 +7,7 @@ import torch.distributed as dist
 from megatron_dsv41.testing.distributed import run_ranks
 from megatron_dsv41.testing.tiny import identity_map, tiny_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks(2),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks(2)]
 LAYERS, DIM = (1, 3), 256
 SETTINGS = dict(engram_head_dim=DIM, engram_vocab_size=15_000, engram_num_embeddings=(100_000, 100_000))
 MICRO, TOKENS = 4, 2048

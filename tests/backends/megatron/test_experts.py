@@ -188,7 +188,6 @@ def test_auto_gathers_where_that_sends_no_more(dispatcher):
 
 @pytest.mark.gpu
 @pytest.mark.ranks(2)
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_on_two_gpus(kind):
     wanted = expected(routing(kind, 2), 2, torch.bfloat16)
