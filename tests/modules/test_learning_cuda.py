@@ -38,5 +38,5 @@ def test_kernels_stay_in_the_band_of_one_ulp():
     print(f"largest share of the band {(apart / band).max():.2f}, at step {int((apart / band).argmax()) + 1}")
     for step in (0, 19, 99, STEPS - 1):
         print(f"step {step + 1}: {definition[0][step]:.4f}, kernels {kernels[step]:.4f}, band {band[step]:.4f}")
-    assert definition[0][-1] < 0.5 * definition[0][0]  # it learns
+    assert definition[0][0] - definition[0][-1] > 2 * band[-1]  # it learns, by far more than the band lets through
     assert (apart <= band).all()
