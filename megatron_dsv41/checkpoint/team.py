@@ -38,28 +38,22 @@ class Team:
         return self.rank == 0
 
     def first[T](self, function: Callable[[], T]) -> T:
-        """`function()` of the leading process; everyone gets its value or raises its error."""
-        if self.size == 1:
-            return function()
-        outcome: list[Any] = [None, None]
-        error: BaseException | None = None
-        if self.leads:
-            try:
-                outcome[0] = function()
-            except Exception as caught:
-                error, outcome[1] = caught, _portable(caught)
-        dist.broadcast_object_list(outcome, src=0, group=self.group)
-        if outcome[1] is not None:
-            raise error or outcome[1]
-        return outcome[0]
+        """`function()` of the leading process; everyone gets its value or raises its error. Collective.
+
+        The leading process raises the error with its traceback; the others one of its kind and message.
+        """
+        value, error = _attempt(function) if self.leads else (None, None)
+        if self.size > 1:
+            outcome: list[Any] = [value, error and _portable(error)]
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
+            value, error = outcome[0], error or outcome[1]
+        if error is not None:
+            raise error
+        return cast("T", value)
 
     def together[T](self, function: Callable[[], T]) -> T:
         """Everyone's own `function()`; where one of them raises, everyone raises."""
-        value, error = None, None
-        try:
-            value = function()
-        except Exception as caught:
-            error = caught
+        value, error = _attempt(function)
         self.agree(error)
         return cast("T", value)
 
@@ -75,8 +69,29 @@ class Team:
                 raise other
 
 
+def _attempt[T](function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """`function()`, or the error that it raised, as an Exception: the others wait to hear of any.
+
+    torch derives its CheckpointException from BaseException, and SystemExit is derived from it, too: callers, who catch
+    Exception, get a RuntimeError with that as its cause. An interrupt is no outcome: it ends this process.
+    """
+    try:
+        return function(), None
+    except KeyboardInterrupt:
+        raise
+    except Exception as error:
+        return None, error
+    except BaseException as error:
+        told = _portable(error)
+        told.__cause__ = error
+        return None, told
+
+
 def _portable(error: BaseException) -> Exception:
     """The error as one that can be sent: its kind where callers tell kinds apart, and its message."""
     if isinstance(error, OSError):
-        return OSError(error.errno, error.strerror) if error.errno else OSError(str(error))
-    return ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")
+        named = (error.errno, error.strerror, error.filename, None, error.filename2)
+        return OSError(*named) if error.errno else OSError(str(error))
+    if isinstance(error, ValueError):
+        return ValueError(str(error))
+    return RuntimeError(str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}")

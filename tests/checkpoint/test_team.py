@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import shutil
+import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dsv41.checkpoint.convert import export_checkpoint, import_checkpoint
 from megatron_dsv41.checkpoint.pieces import FIXED_BYTES, GIB, PIECE_BYTES, Effort
@@ -83,6 +87,53 @@ def test_one_processs_bad_input_ends_all_and_leaves_nothing(tmp_path, full_relea
 def test_bad_settings_are_everyones_error(tmp_path, full_released):
     told = run_ranks(message_of, 2, full_released, full_released / "inside")
     assert {kind for kind, _ in told} == {"ValueError"} and len({text for _, text in told}) == 1
+
+
+FAILURES = {
+    "lost": lambda: Path("nowhere/at all").read_text(),
+    "full": lambda: os.rename("nowhere", "else"),
+    "wrong": lambda: int("nothing"),
+    "absent": lambda: {}["key"],
+    "broken": lambda: fail(RuntimeError("a reader broke")),
+    "torch": lambda: fail(CheckpointException("load", {0: (OSError("disk is gone"), None)})),
+    "exit": lambda: sys.exit(3),
+}
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def failures(method: str) -> list[tuple[type, str, bool]]:
+    """On a rank: for each failure of the first one, what is raised here, and whether the traceback shows its place."""
+    team, told = Team.of_world(), []
+    for failure in FAILURES.values():
+        try:
+            getattr(team, method)(failure if team.leads or method == "first" else lambda: None)
+        except Exception as error:
+            told.append((type(error), str(error), "in <lambda>" in "".join(traceback.format_exception(error))))
+    return told
+
+
+@pytest.mark.parametrize("method", ["first", "together"])
+def test_whatever_the_first_process_meets_everyone_is_told(method):
+    first, *others = ([row[:2] for row in told] for told in run_ranks(failures, 3, method))
+    kinds = [FileNotFoundError, FileNotFoundError, ValueError, KeyError, *[RuntimeError] * 3]
+    assert [kind for kind, _ in first] == kinds
+    for told in others:
+        assert [kind for kind, _ in told] == [RuntimeError if kind is KeyError else kind for kind in kinds]
+        assert told[3][1] == "KeyError: 'key'"
+        assert [text for kind, text in told if kind is not RuntimeError] == [text for _, text in first[:3]]
+        assert told[4:] == first[4:]
+    texts = dict(zip(FAILURES, (text for _, text in first), strict=True))
+    assert "'nowhere/at all'" in texts["lost"] and "'nowhere' -> 'else'" in texts["full"]
+    assert texts["broken"] == "a reader broke" and texts["exit"] == "SystemExit: 3"
+    assert texts["torch"].startswith("CheckpointException: ") and "OSError: disk is gone" in texts["torch"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_traceback_of_the_first_process_is_kept(size):
+    assert all(shown for _, _, shown in run_ranks(failures, size, "first")[0])
 
 
 def test_memory_is_shared_by_the_processes_of_a_machine():
