@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import threading
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, cast
@@ -22,6 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from megatron_dsv41.checkpoint.inventory import check_native, refuse
 from megatron_dsv41.checkpoint.mapping import Binding, bind
 from megatron_dsv41.checkpoint.native_record import NativeRecord
+from megatron_dsv41.checkpoint.open_files import OpenFiles
 from megatron_dsv41.checkpoint.regions import Region, intersection, read_region, region_of, shape_of, shifted, slices_of
 from megatron_dsv41.checkpoint.safetensors_io import SafetensorsFolder, read_at
 from megatron_dsv41.checkpoint.storage import DTYPE_NAMES
@@ -38,6 +37,8 @@ def is_distributed(path: Path | str) -> bool:
 class DistributedTensors:
     """The tensors of one distributed checkpoint; a `StateSource` of those named. Files stay open between reads.
 
+    A copy in another process (pickled) reads without looking at the metadata again.
+
     ValueError where one of them is missing, or a file that the checkpoint lists is missing or too short.
     """
 
@@ -47,16 +48,15 @@ class DistributedTensors:
         lost = lost_files(self.path)
         if lost:
             raise ValueError(f"{self.path} is damaged: {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
-        self._metadata = FileSystemReader(self.path).read_metadata()
-        stored = self._metadata.state_dict_metadata
+        metadata = FileSystemReader(self.path).read_metadata()
+        stored = metadata.state_dict_metadata
         missing = [name for name in names if not isinstance(stored.get(name), TensorStorageMetadata)]
         if missing:
             raise ValueError(f"{self.path} lacks {len(missing)} tensors of the model, such as {missing[0]}")
         self._names = list(names)
         self._stored: dict[str, Any] = {name: stored[name] for name in names}
-        self._lock = threading.Lock()
-        self._files: dict[str, int] = {}
-        weakref.finalize(self, _close_all, self._files)
+        self._places = {index: place for index, place in metadata.storage_data.items() if index.fqn in self._stored}
+        self._files = OpenFiles(self.path)
 
     def names(self) -> Sequence[str]:
         """The names asked for."""
@@ -95,8 +95,8 @@ class DistributedTensors:
         return result
 
     def _read_chunk(self, index: MetadataIndex, name: str, region: Region) -> Tensor:
-        place = self._metadata.storage_data[index]
-        file = self._open(place.relative_path)
+        place = self._places[index]
+        file = self._files.descriptor(place.relative_path)
         with FakeTensorMode(), _View(file, place.offset, place.length) as view:
             header = torch.load(cast(IO[bytes], view), weights_only=True)  # shape, strides and place; no data
         if not header.is_contiguous():
@@ -110,12 +110,6 @@ class DistributedTensors:
             self.bytes_read += read_at(file, buffer, start + offset, message)
 
         return read_region(read, header.shape, header.dtype, region)
-
-    def _open(self, file: str) -> int:
-        with self._lock:
-            if file not in self._files:
-                self._files[file] = os.open(self.path / file, os.O_RDONLY)
-            return self._files[file]
 
 
 class DistributedSource(DistributedTensors):
@@ -177,8 +171,3 @@ class _View(io.RawIOBase):
         got = os.preadv(self._descriptor, [memoryview(buffer)[:count]], self._offset + self._position)
         self._position += got
         return got
-
-
-def _close_all(files: dict[str, int]) -> None:
-    for descriptor in files.values():
-        os.close(descriptor)

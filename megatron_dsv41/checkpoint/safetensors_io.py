@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import threading
-import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
+from megatron_dsv41.checkpoint.open_files import OpenFiles
 from megatron_dsv41.checkpoint.regions import ReadInto, read_region
 from megatron_dsv41.checkpoint.storage import DTYPE_NAMES, TORCH_DTYPES, num_bytes
 
@@ -155,7 +155,7 @@ class SafetensorsFolder:
 
     With `partial`, shards that are not there or cannot be read are allowed (`missing_files`, `damaged_files` and
     `missing_names` say what lacks); otherwise they are a ValueError. Reads are thread-safe and load only the rows
-    asked; files stay open between them.
+    asked; files stay open between them. A copy in another process (pickled) reads without looking at headers again.
     """
 
     def __init__(self, path: str | Path, *, partial: bool = False, single: str = SINGLE):
@@ -163,9 +163,7 @@ class SafetensorsFolder:
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is not a checkpoint folder: no such directory")
         self.bytes_read = 0  # of tensors, so far; approximate where several threads read
-        self._files: dict[str, int] = {}
-        self._lock = threading.Lock()
-        weakref.finalize(self, _close_all, self._files)
+        self._files = OpenFiles(self.path)
         self.index_text: str | None = None
         self.headers: dict[str, Header] = {}
         self.missing_files: tuple[str, ...] = ()
@@ -267,23 +265,12 @@ class SafetensorsFolder:
         return read_region(self._reader(info), (info.num_bytes,), torch.uint8, (range(start, start + count),))
 
     def _reader(self, info: TensorInfo) -> ReadInto:
-        file, path = self._open(info.file), self.path / info.file
+        file, path = self._files.descriptor(info.file), self.path / info.file
 
         def read(buffer: memoryview, start: int) -> None:
             self.bytes_read += read_at(file, buffer, info.offset + start, f"{path}: truncated inside {info.name}")
 
         return read
-
-    def _open(self, file: str) -> int:
-        with self._lock:
-            if file not in self._files:
-                self._files[file] = os.open(self.path / file, os.O_RDONLY)
-            return self._files[file]
-
-
-def _close_all(files: dict[str, int]) -> None:
-    for descriptor in files.values():
-        os.close(descriptor)
 
 
 def shards_by_size(specs: Iterable[TensorSpec], max_bytes: int) -> list[Shard]:

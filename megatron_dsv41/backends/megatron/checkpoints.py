@@ -47,7 +47,7 @@ def checkpoint_step(path: str | Path) -> int | None:
 
 def complete_steps(folder: str | Path) -> list[int]:
     """Steps of all complete checkpoints in a run's folder, ascending. One that lost a file is not complete."""
-    return [step for step in _published_steps(folder) if not lost_parts(checkpoint_path(folder, step))]
+    return [step for step in published_steps(folder) if not lost_parts(checkpoint_path(folder, step))]
 
 
 def lost_parts(path: str | Path) -> list[str]:
@@ -63,7 +63,7 @@ def lost_parts(path: str | Path) -> list[str]:
 
 def refuse_damaged(folder: str | Path, step: int | None = None) -> None:
     """ValueError naming the lost file when the checkpoint of `step`, or the newest one, is no longer whole."""
-    published = _published_steps(folder)
+    published = published_steps(folder)
     step = published[-1] if step is None and published else step
     lost = lost_parts(checkpoint_path(folder, step)) if step is not None and step in published else []
     if lost:
@@ -75,7 +75,8 @@ def refuse_damaged(folder: str | Path, step: int | None = None) -> None:
         )
 
 
-def _published_steps(folder: str | Path) -> list[int]:
+def published_steps(folder: str | Path) -> list[int]:
+    """Steps of all checkpoints that were complete once, ascending. Their files are not looked at."""
     found: list[int] = []
     for path in Path(folder).glob("iter_*"):
         step = checkpoint_step(path)

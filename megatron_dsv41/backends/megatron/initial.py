@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,35 @@ from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.config import DSV41Config
 
 
-def weights_folder(path: str | Path) -> Path:
-    """What `train.init_from` names now: the newest complete checkpoint of a run, any other folder as it is.
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a run starts from: weights, the folder where they lie, and what decides their Engram rows.
 
-    ValueError where there is none, or the run's newest checkpoint is damaged.
+    Found and checked by one rank and sent to the others (picklable), which then open what they read and nothing else.
+    folder: of a run, that of the checkpoint. hash_digest: of the Engram hash constants; None where it was not kept.
     """
-    path = Path(path)
-    if not path.is_dir():
-        raise ValueError(f"train.init_from {path} is not a folder with a checkpoint")
-    found = run_and_step(path)
-    return path if found is None else RunSource(*found).path
+
+    weights: StateSource
+    folder: Path
+    hash_digest: str | None
+
+    @classmethod
+    def find(cls, path: str | Path, config: DSV41Config) -> Start:
+        """What `train.init_from` names now: the newest complete checkpoint of a run, any other folder as it is.
+
+        ValueError where there is none, it is damaged, or it is of another model.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise ValueError(f"train.init_from {path} is not a folder with a checkpoint")
+        run = run_and_step(path)
+        source = open_source(path, config) if run is None else RunSource(*run)
+        folder = source.path if isinstance(source, RunSource) else path
+        refuse(folder, check_native({name: source.shape(name) for name in source.names()}, bind(config)))
+        return cls(source, folder, _hash_digest(source))
 
 
-def open_weights(folder: Path, config: DSV41Config) -> StateSource:
-    """A folder that `weights_folder` found: released, imported, or a run's checkpoint. ValueError for another model."""
-    found = run_and_step(folder)
-    source = open_source(folder, config) if found is None else RunSource(*found)
-    refuse(folder, check_native({name: source.shape(name) for name in source.names()}, bind(config)))
-    return source
-
-
-def hash_digest(source: StateSource) -> str | None:
-    """The digest of the Engram hash constants that weights were trained with; None where it was not kept."""
+def _hash_digest(source: StateSource) -> str | None:
     if isinstance(source, RunSource):
         with reading(source.path, "name another one in train.init_from"):
             return stored_hash(source.path)

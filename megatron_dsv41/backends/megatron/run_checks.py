@@ -12,10 +12,9 @@ from torch import Tensor
 
 from megatron_dsv41.backends.megatron import checkpoints, settings
 from megatron_dsv41.backends.megatron.config import check_megatron_settings
-from megatron_dsv41.backends.megatron.initial import hash_digest, open_weights, weights_folder
+from megatron_dsv41.backends.megatron.initial import Start
 from megatron_dsv41.backends.megatron.run_source import START_FILE, check_origin, origin_of, start_record
 from megatron_dsv41.backends.te.machine import check_here
-from megatron_dsv41.checkpoint.sources import StateSource
 from megatron_dsv41.checkpoint.team import Team
 from megatron_dsv41.data.check import check_prepared
 from megatron_dsv41.data.files import write_whole
@@ -45,8 +44,7 @@ class Checked:
     corpus: Corpus
     data_parallel_size: int
     resume_step: int | None
-    weights: StateSource | None  # what to start from
-    start: Path | None  # where that lies
+    start: Start | None  # None: from scratch, or a resume
 
 
 def check_settings(run: Run) -> int:
@@ -66,14 +64,13 @@ def check(leg: Leg) -> Checked:
     data_parallel_size = check_settings(run)
     corpus = on_first(lambda: open_corpus(whole))
     resume_step = on_first(lambda: _open_run(whole, leg.start))
-    weights = start = None
+    start = None
     if run.train.init_from and resume_step is None:
-        start = on_first(lambda: weights_folder(str(run.train.init_from)))  # a run may save a step meanwhile
-        weights = open_weights(start, run.architecture())
-        check_same_hash(hash_digest(weights), corpus, str(start))
+        start = on_first(lambda: Start.find(str(run.train.init_from), run.architecture()))
+        check_same_hash(start.hash_digest, corpus, str(start.folder))
     if resume_step is None:
-        on_first(lambda: _record_start(whole, start))
-    return Checked(corpus, data_parallel_size, resume_step, weights, start)
+        on_first(lambda: _record_start(whole, start and start.folder))
+    return Checked(corpus, data_parallel_size, resume_step, start)
 
 
 def _open_run(run: Run, start: int) -> int | None:

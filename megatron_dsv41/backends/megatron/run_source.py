@@ -12,6 +12,7 @@ from megatron_dsv41.backends.megatron.checkpoints import (
     checkpoint_path,
     checkpoint_step,
     complete_steps,
+    published_steps,
     refuse_damaged,
 )
 from megatron_dsv41.checkpoint.distributed import DistributedTensors
@@ -37,13 +38,14 @@ class RunSource(DistributedTensors):
             self.config: DSV41Config = self.run.architecture()
         except ValueError as error:
             raise ValueError(f"{Path(folder) / RUN_FILE}: {error}") from error
-        refuse_damaged(folder, step)
-        steps = complete_steps(folder)
+        steps = published_steps(folder)
         if not steps:
             raise ValueError(f"{folder} has no complete checkpoint yet")
         if step is not None and step not in steps:
-            raise ValueError(f"{folder} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+            found = ", ".join(map(str, complete_steps(folder)))
+            raise ValueError(f"{folder} has no checkpoint of step {step}; it has {found or 'none'}")
         self.step = steps[-1] if step is None else step
+        refuse_damaged(folder, self.step)
         super().__init__(checkpoint_path(folder, self.step), [binding.native for binding in bind(self.config)])
 
     def tokenizer_files(self) -> list[Path]:

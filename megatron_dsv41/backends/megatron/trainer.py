@@ -66,7 +66,8 @@ class Trainer:
     def __init__(self, leg: Leg, checked: Checked):
         self.leg, self.run, self.stopped = leg, leg.run, False
         run = self.run
-        self.corpus, self.resume_step, self.start = checked.corpus, checked.resume_step, checked.start
+        self.corpus, self.resume_step = checked.corpus, checked.resume_step
+        self.start = checked.start and checked.start.folder
         corpus, resume_step = self.corpus, self.resume_step
         self.architecture = run.architecture()
         self.arguments = parse_megatron(run, checked.data_parallel_size)
@@ -91,8 +92,8 @@ class Trainer:
             frozen=all(group.frozen for group in optimizer_table(run) if group.role == ENGRAM_TABLE),
         )
         self.model_config.pre_wrap_hooks.append(self.thaw)
-        if checked.weights is not None:
-            weights = checked.weights
+        if checked.start is not None:
+            weights = checked.start.weights
             self.model_config.pre_wrap_hooks.append(lambda stages: load_weights(stages, weights))
         self.layout = Layout.of(self.groups, run.parallel.sp)
         self.room: ReduceRoom | None = None
