@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_dsv41.checkpoint.inventory import check_native, refuse
 from megatron_dsv41.checkpoint.mapping import Binding, bind
@@ -45,10 +45,9 @@ class DistributedTensors:
     def __init__(self, path: Path | str, names: Sequence[str]):
         self.path = Path(path)
         self.bytes_read = 0  # of tensors, so far; approximate where several threads read
-        lost = lost_files(self.path)
-        if lost:
+        metadata, lost = _look_at(self.path)
+        if lost or metadata is None:
             raise ValueError(f"{self.path} is damaged: {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
-        metadata = FileSystemReader(self.path).read_metadata()
         stored = metadata.state_dict_metadata
         missing = [name for name in names if not isinstance(stored.get(name), TensorStorageMetadata)]
         if missing:
@@ -131,21 +130,36 @@ class DistributedSource(DistributedTensors):
 
 def lost_files(path: Path | str) -> list[str]:
     """Files that a distributed checkpoint needs and that are missing or too short, with what is wrong."""
-    path, ends = Path(path), dict[str, int]()
-    try:
-        places = FileSystemReader(path).read_metadata().storage_data.values()
-    except Exception as error:  # whatever unpickling meets
-        return [f"{METADATA} cannot be read ({str(error) or type(error).__name__})"]
-    for place in places:
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    return _look_at(Path(path))[1]
+
+
+def too_short(path: Path, sizes: Mapping[str, int]) -> list[str]:
+    """Files of a folder (name -> least bytes) that are missing or too short, with what is wrong.
+
+    Nothing is raised where somebody removes them meanwhile.
+    """
     problems: list[str] = []
-    for file, end in sorted(ends.items()):
-        size = (path / file).stat().st_size if (path / file).is_file() else None
-        if size is None:
+    for file, size in sizes.items():
+        try:
+            found = (path / file).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
             problems.append(f"{file} is missing")
-        elif size < end:
-            problems.append(f"{file} has {size} bytes of {end}")
+            continue
+        if found < size:
+            problems.append(f"{file} has {found} bytes of {size}")
     return problems
+
+
+def _look_at(path: Path) -> tuple[Metadata | None, list[str]]:
+    """What a checkpoint says of itself, and what is wrong with its files; None where it says nothing."""
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as error:  # whatever unpickling meets
+        return None, [f"{METADATA} cannot be read ({str(error) or type(error).__name__})"]
+    ends: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    return metadata, too_short(path, dict(sorted(ends.items())))
 
 
 class _View(io.RawIOBase):

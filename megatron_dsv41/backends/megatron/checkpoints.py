@@ -21,7 +21,7 @@ from typing import Any, TextIO
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dsv41.checkpoint.distributed import lost_files
+from megatron_dsv41.checkpoint.distributed import lost_files, too_short
 from megatron_dsv41.run_config import RUN_FILE
 
 STAGING = ".saving"
@@ -53,26 +53,27 @@ def complete_steps(folder: str | Path) -> list[int]:
 def lost_parts(path: str | Path) -> list[str]:
     """Files of a checkpoint that are missing or too short, with what is wrong."""
     path = Path(path)
-    if not (path / MANIFEST).is_file():
+    try:
+        listed = (path / MANIFEST).read_text()
+    except FileNotFoundError:
         return lost_files(path)
-    sizes: dict[str, int] = json.loads((path / MANIFEST).read_text())
-    missing = [f"{name} is missing" for name in sizes if not (path / name).is_file()]
-    found = {name: (path / name).stat().st_size for name in sizes if (path / name).is_file()}
-    return missing + [f"{name} has {size} bytes of {sizes[name]}" for name, size in found.items() if size < sizes[name]]
+    return too_short(path, json.loads(listed))
 
 
 def refuse_damaged(folder: str | Path, step: int | None = None) -> None:
-    """ValueError naming the lost file when the checkpoint of `step`, or the newest one, is no longer whole."""
-    published = published_steps(folder)
-    step = published[-1] if step is None and published else step
-    lost = lost_parts(checkpoint_path(folder, step)) if step is not None and step in published else []
-    if lost:
-        path, more = checkpoint_path(folder, step or 0), f" and {len(lost) - 1} more" if lost[1:] else ""
-        others = [str(other) for other in complete_steps(folder)]
-        raise ValueError(
-            f"checkpoint {path} is damaged: {lost[0]}{more}; bring it back, or remove {path} to use another step "
-            f"({', '.join(others) or 'there is none'})"
-        )
+    """ValueError naming the lost file when the checkpoint of `step`, or the newest one, is no longer whole, or gone."""
+    if step is None:
+        step = max(published_steps(folder), default=None)
+    lost = [] if step is None else lost_parts(checkpoint_path(folder, step))
+    if step is None or not lost:
+        return
+    path, more = checkpoint_path(folder, step), f" and {len(lost) - 1} more" if lost[1:] else ""
+    others = ", ".join(map(str, complete_steps(folder))) or "there is none"
+    if not path.is_dir():
+        raise ValueError(f"checkpoint {path} is gone: bring it back, or use another step ({others})")
+    raise ValueError(
+        f"checkpoint {path} is damaged: {lost[0]}{more}; bring it back, or remove {path} to use another step ({others})"
+    )
 
 
 def published_steps(folder: str | Path) -> list[int]:
@@ -117,18 +118,26 @@ def open_folder(folder: str | Path, resume: bool) -> int | None:
 
 
 @contextlib.contextmanager
-def reading(path: Path, instead: str | None = None) -> Iterator[None]:
-    """Turn whatever the readers of a damaged checkpoint raise into a ValueError that says how to go on.
+def reading(
+    path: Path,
+    instead: str | None = None,
+    errors: tuple[type[BaseException], ...] = (Exception, CheckpointException),  # torch's is no Exception
+) -> Iterator[None]:
+    """Turn whatever the readers of a damaged or vanished checkpoint raise into a ValueError that says how to go on.
 
-    instead: what to do; default, for a run's own checkpoint: delete it.
+    instead: what to do; default, for a run's own checkpoint: delete it. errors: that mean that it cannot be read.
     """
     try:
         yield
-    except (Exception, CheckpointException) as error:
-        before = [step for step in complete_steps(path.parent) if checkpoint_path(path.parent, step) < path]
-        rest = f"go on from step {before[-1]}" if before else "start again"
-        instead = instead or f"delete that folder to {rest}"
-        raise ValueError(f"checkpoint {path} cannot be read ({_cause(error)}): {instead}") from error
+    except errors as error:
+        state = f"cannot be read ({_cause(error)})" if path.is_dir() else "is gone"
+        raise ValueError(f"checkpoint {path} {state}: {instead or _without(path)}") from error
+
+
+def _without(path: Path) -> str:
+    before = [step for step in complete_steps(path.parent) if checkpoint_path(path.parent, step) < path]
+    rest = f"go on from step {before[-1]}" if before else "start again"
+    return f"delete that folder to {rest}" if path.is_dir() else rest
 
 
 def require_space(folder: str | Path, num_bytes: float, what: str = "one checkpoint") -> None:
@@ -176,14 +185,16 @@ def _publish(folder: Path, staging: Path, step: int, keep: int | None) -> None:
         _sync(path)
     target = checkpoint_path(folder, step)
     if target.exists():  # the same step again, after a resume from an older one
-        shutil.rmtree(target)
+        os.replace(target, staging / "before")
     os.replace(written, target)
     _sync(folder)
     _write_tracker(folder, step)
-    shutil.rmtree(staging, ignore_errors=True)
     if keep is not None:
         for old in complete_steps(folder)[:-keep]:
-            shutil.rmtree(checkpoint_path(folder, old), ignore_errors=True)
+            path = checkpoint_path(folder, old)
+            with contextlib.suppress(OSError):
+                os.replace(path, staging / path.name)  # whole or gone, for another run that starts from it
+    shutil.rmtree(staging, ignore_errors=True)
 
 
 def _make_ours(folder: Path) -> None:

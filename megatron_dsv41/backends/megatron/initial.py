@@ -17,6 +17,7 @@ from megatron_dsv41.checkpoint.inventory import check_native, refuse
 from megatron_dsv41.checkpoint.mapping import bind
 from megatron_dsv41.checkpoint.pieces import row_pieces
 from megatron_dsv41.checkpoint.sources import StateSource
+from megatron_dsv41.checkpoint.team import Team
 from megatron_dsv41.config import DSV41Config
 
 
@@ -50,9 +51,32 @@ class Start:
 
 def _hash_digest(source: StateSource) -> str | None:
     if isinstance(source, RunSource):
-        with reading(source.path, "name another one in train.init_from"):
+        with reading(source.path, _instead(source.path)):
             return stored_hash(source.path)
     return getattr(getattr(source, "record", None), "hash_digest", None)
+
+
+def _instead(checkpoint: Path) -> str:
+    """What to do without it: its run may go on meanwhile, and remove it."""
+    return (
+        f"start again from {checkpoint.parent} (its newest), or name another one in train.init_from; a run that goes "
+        "on removes all but its newest (checkpoint.keep)"
+    )
+
+
+def load_start(stages: list[Any], start: Start) -> list[Any]:
+    """`load_weights` of every rank. Collective: where one cannot read its part, everyone raises its error.
+
+    ValueError when files of a run's checkpoint have vanished since it was found.
+    """
+
+    def load() -> list[Any]:
+        if not isinstance(start.weights, RunSource):
+            return load_weights(stages, start.weights)
+        with reading(start.folder, _instead(start.folder), errors=(OSError,)):
+            return load_weights(stages, start.weights)
+
+    return Team(torch.distributed.get_rank(), torch.distributed.get_world_size()).together(load)
 
 
 @torch.no_grad()

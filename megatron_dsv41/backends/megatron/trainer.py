@@ -32,7 +32,7 @@ from megatron_dsv41.backends.megatron.data import (
 )
 from megatron_dsv41.backends.megatron.engram_build import own_tables
 from megatron_dsv41.backends.megatron.faults import FaultCheck
-from megatron_dsv41.backends.megatron.initial import load_weights
+from megatron_dsv41.backends.megatron.initial import load_start
 from megatron_dsv41.backends.megatron.layer_metrics import layer_metrics
 from megatron_dsv41.backends.megatron.layout import Layout
 from megatron_dsv41.backends.megatron.model import DSV41Model
@@ -93,8 +93,8 @@ class Trainer:
         )
         self.model_config.pre_wrap_hooks.append(self.thaw)
         if checked.start is not None:
-            weights = checked.start.weights
-            self.model_config.pre_wrap_hooks.append(lambda stages: load_weights(stages, weights))
+            start = checked.start
+            self.model_config.pre_wrap_hooks.append(lambda stages: load_start(stages, start))
         self.layout = Layout.of(self.groups, run.parallel.sp)
         self.room: ReduceRoom | None = None
         if run.parallel.reduce_sms is not None:

@@ -45,17 +45,17 @@ def train(folder, *overrides):
 
 def train_and_count(folder, *overrides):
     """On a rank: the bytes that it reads to start from a run."""
-    from megatron_dsv41.backends.megatron import trainer
-    from megatron_dsv41.backends.megatron.initial import load_weights
+    from megatron_dsv41.backends.megatron import initial
 
     read: list[int] = []
+    load_weights = initial.load_weights
 
     def load(stages, source):
         result = load_weights(stages, source)
         read.append(source.bytes_read)
         return result
 
-    trainer.load_weights = load
+    initial.load_weights = load
     assert train(folder, *overrides) == 0
     return sum(read)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,3 +89,35 @@ def test_one_rank_looks_at_the_files_and_the_other_at_what_it_reads(home, name):
         assert bool(checking) == (rank == 0) and len(reading) == 1
         assert folder == (home / "run" / "iter_0000001" if name == "run" else home / name)
         assert torch.equal(value, expected)
+
+
+def start_from_what_vanishes(home, source, opened):
+    """On a rank: what it is told when a checkpoint vanishes after it was found; rank 0 has opened its file if asked."""
+    from megatron_dsv41.backends.megatron import launch, run_checks
+    from megatron_dsv41.backends.megatron.trainer import Trainer
+
+    launch.prepare_process()
+    leg = tiny_run(home, f"train.init_from={source}", f"checkpoint.folder={home / f'after {opened}'}").legs[0]
+    checked = run_checks.check(leg)
+    launch.create_groups(leg.run.parallel)
+    rank = torch.distributed.get_rank()
+    if rank == 0 and opened:
+        checked.start.weights.read(READ)
+    torch.distributed.barrier()
+    if rank == 0:
+        shutil.rmtree(checked.start.folder)
+    torch.distributed.barrier()
+    try:
+        Trainer(leg, checked).pretrain()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_checkpoint_that_vanishes_is_named_on_every_rank(home, tmp_path, opened):
+    source = tmp_path / "source"
+    shutil.copytree(home / "run", source)
+    messages = run_ranks(start_from_what_vanishes, 2, home, source, opened)
+    gone = f"ValueError: checkpoint {source / 'iter_0000001'} is gone: start again from {source}"
+    for message in messages:
+        assert message.startswith(gone) and "train.init_from" in message and "checkpoint.keep" in message
