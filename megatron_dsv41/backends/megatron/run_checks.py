@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from megatron_dsv41.backends.megatron import checkpoints, settings
 from megatron_dsv41.backends.megatron.config import check_megatron_settings
 from megatron_dsv41.backends.megatron.initial import Start
-from megatron_dsv41.backends.megatron.run_source import START_FILE, check_origin, origin_of, start_record
+from megatron_dsv41.backends.megatron.run_source import START_FILE, StartRecord, check_origin, origin_of
 from megatron_dsv41.backends.te.machine import check_here
 from megatron_dsv41.checkpoint.team import Team
 from megatron_dsv41.data.check import check_prepared
@@ -96,7 +95,7 @@ def record_run(run: Run) -> None:
     folder = Path(run.checkpoint.folder)
     if is_run(folder) and not (folder / START_FILE).is_file():  # else a changed run file would lose it
         start = load_run(folder / RUN_FILE).train.init_from
-        write_whole(folder / START_FILE, start_record(None if start is None else Path(start)).encode())
+        StartRecord.of(None if start is None else Path(start)).write(folder)
     write_whole(folder / RUN_FILE, run.to_yaml().encode())
 
 
@@ -106,16 +105,17 @@ def _record_start(run: Run, weights: Path | None) -> None:
     ValueError when exports need an origin that is not there, or are to be stored as one that never was: an earlier run
     started from scratch.
     """
-    record = start_record(weights)
-    origin = json.loads(record)["origin"]
+    record = StartRecord.of(weights)
     if run.checkpoint.export_interval is not None and weights is not None:
-        check_origin(origin, weights.parent)  # of the run whose checkpoint it is; any other folder is its own origin
-    if run.checkpoint.export_storage == "source" and origin is None:
+        check_origin(
+            record.origin, weights.parent
+        )  # of the run whose checkpoint it is; any other folder is its own origin
+    if run.checkpoint.export_storage == "source" and record.origin is None:
         raise ValueError(
             f"checkpoint.export_storage source keeps the storage of what train.init_from {run.train.init_from} was "
             "imported from, and that run started from scratch: choose released, bf16 or fp32"
         )
-    write_whole(Path(run.checkpoint.folder) / START_FILE, record.encode())
+    record.write(run.checkpoint.folder)
     record_run(run)
 
 

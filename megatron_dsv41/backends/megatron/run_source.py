@@ -5,6 +5,7 @@ Needs torch alone, whatever layout wrote the checkpoint. Optimizer state is not 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from megatron_dsv41.backends.megatron.checkpoints import (
 from megatron_dsv41.checkpoint.distributed import DistributedTensors
 from megatron_dsv41.checkpoint.mapping import bind
 from megatron_dsv41.config import DSV41Config
-from megatron_dsv41.data.files import sha256_of
+from megatron_dsv41.data.files import sha256_of, write_whole
 from megatron_dsv41.data.prepared import read_sidecar
 from megatron_dsv41.data.tokenizer import find_tokenizer
 from megatron_dsv41.run_config import RUN_FILE, Run, is_run, load_run
@@ -106,13 +107,24 @@ def check_origin(origin: str | None, folder: str | Path) -> None:
         )
 
 
-def start_record(weights: Path | None) -> str:
-    """The text of a run's `started_from.json`. weights: a folder or a run's checkpoint; None: from scratch.
+@dataclasses.dataclass(frozen=True)
+class StartRecord:
+    """A run's `started_from.json`: what its weights are (a folder or a run's checkpoint) and their `origin_of`.
 
-    It names the origin, so that a run which started from another one can be exported when that is gone. Paths are
-    absolute: who reads them may be elsewhere.
+    None: from scratch. It names the origin, so that a run which started from another one can be exported when that is
+    gone. Paths are absolute: who reads them may be elsewhere.
     """
-    found = None if weights is None else run_and_step(weights)
-    origin = weights if found is None else origin_of(found[0])
-    names = {"weights": weights, "origin": origin}
-    return json.dumps({key: None if path is None else str(Path(path).absolute()) for key, path in names.items()}) + "\n"
+
+    weights: str | None
+    origin: str | None
+
+    @classmethod
+    def of(cls, weights: Path | None) -> StartRecord:
+        """The record of a run that starts from `weights` now."""
+        found = None if weights is None else run_and_step(weights)
+        origin = weights if found is None else origin_of(found[0])
+        return cls(*(None if path is None else str(Path(path).absolute()) for path in (weights, origin)))
+
+    def write(self, folder: str | Path) -> None:
+        """Into a run's folder."""
+        write_whole(Path(folder) / START_FILE, (json.dumps(dataclasses.asdict(self)) + "\n").encode())

@@ -18,10 +18,10 @@ from megatron_dsv41.backends.megatron.run_checks import record_run
 from megatron_dsv41.backends.megatron.run_export import export_run
 from megatron_dsv41.backends.megatron.run_source import (
     RunSource,
+    StartRecord,
     named_checkpoint,
     origin_of,
     run_and_step,
-    start_record,
 )
 from megatron_dsv41.checkpoint.convert import export_checkpoint, load_released
 from megatron_dsv41.checkpoint.mapping import bind
@@ -149,12 +149,15 @@ def test_the_origin_of_runs_that_started_from_runs(tmp_path):
         run = run_from_dict(RUN, () if start is None else (f"train.init_from={start}",))
         (folder / "run.yaml").write_text(run.to_yaml())
         if name in before:
-            (folder / "started_from.json").write_text(start_record(tmp_path / start))
+            StartRecord.of(tmp_path / start).write(folder)
     shutil.rmtree(tmp_path / "b")
     there = str(Path("hub").absolute())  # whoever exports may be elsewhere
     assert [origin_of(tmp_path / name) for name in "acde"] == ["hub", there, None, None]
-    assert json.loads(start_record(Path("hub"))) == {"weights": there, "origin": there}
-    assert start_record(None) == '{"weights": null, "origin": null}\n'
+    assert StartRecord.of(Path("hub")) == StartRecord(weights=there, origin=there)
+    assert StartRecord.of(tmp_path / "c") == StartRecord(weights=str(tmp_path / "c"), origin=there)
+    assert StartRecord.of(None) == StartRecord(weights=None, origin=None)
+    StartRecord(None, "hub").write(tmp_path)
+    assert (tmp_path / "started_from.json").read_text() == '{"weights": null, "origin": "hub"}\n'
 
 
 def test_the_origin_of_runs_whose_record_was_not_kept(tmp_path):
@@ -179,7 +182,7 @@ def test_a_resumed_run_without_a_record_gets_one(tmp_path):
 def test_an_export_names_an_origin_that_is_gone(tmp_path):
     (tmp_path / "run").mkdir()
     write_run(tmp_path / "run")
-    (tmp_path / "run" / "started_from.json").write_text(start_record(tmp_path / "hub"))
+    StartRecord.of(tmp_path / "hub").write(tmp_path / "run")
     with pytest.raises(
         ValueError, match=r"come from .*hub, which is no checkpoint folder.*started_from.json; .*--like"
     ):
