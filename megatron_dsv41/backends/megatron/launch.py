@@ -48,6 +48,8 @@ def world(timeout_minutes: float = 10.0) -> Iterator[None]:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     try:
+        if backend == "nccl":  # once told, it knows the device: else the first barrier of a lone rank guesses one
+            torch.distributed.barrier(device_ids=[device().index])
         yield
     finally:
         torch.distributed.destroy_process_group()

@@ -15,6 +15,15 @@ from collections.abc import Iterator
 from megatron_dsv41.backends.megatron import launch
 from megatron_dsv41.run_config import Run
 
+# What Megatron's loggers call a warning in every run, and is none: how it begins.
+NO_WARNINGS = {
+    "megatron.core.rerun_state_machine": (  # which no run uses; the second twice around every evaluation
+        "RerunStateMachine initialized in mode RerunMode.DISABLED",
+        "Setting RerunStateMachine mode RerunMode.DISABLED",
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCore's async save is deprecated",),  # saves wait here
+}
+
 
 def train(run: Run) -> int:
     """Run or resume training; the exit status. Call on every rank (torchrun, srun, or one plain process).
@@ -51,17 +60,38 @@ def gentle_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(show: bool) -> Iterator[None]:
-    """Megatron prints its set-up in hundreds of lines; unless `show`, only what its loggers call a warning remains."""
+    """Megatron prints its set-up in hundreds of lines; unless `show`, what its loggers warn of remains, on stderr."""
     if show:
         yield
         return
-    logging.getLogger("megatron").setLevel(logging.WARNING)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # no CUDA runtime on a CPU machine
-    with warnings.catch_warnings(), contextlib.redirect_stdout(_Discard()):
+    with warnings.catch_warnings(), contextlib.redirect_stdout(_Discard()), _logged_warnings():
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+        warnings.filterwarnings("ignore", category=SyntaxWarning)  # of a library that Python compiles anew
+        warnings.filterwarnings("ignore", message="Detected a Jax installation")  # by Transformer Engine
         # Megatron's optimizer reads .grad of its own shards; the CPU runtime's function mode is where it surfaces.
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
         yield
+
+
+@contextlib.contextmanager
+def _logged_warnings() -> Iterator[None]:
+    """What Megatron's loggers warn of goes to stderr; its own handler would write it to stdout, with all else."""
+    logger, handler = logging.getLogger("megatron"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(_warns)
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = True
+        logger.removeHandler(handler)
+
+
+def _warns(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(NO_WARNINGS.get(record.name, ()))
 
 
 class _Discard(io.TextIOBase):

@@ -1,6 +1,10 @@
 """Training runs, whole: against a plain torch loop, on two ranks, killed, stopped, and asked for nonsense."""
 
+import logging
 import signal
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -50,6 +54,40 @@ def uninterrupted(home):
     """One process, all steps."""
     assert run_ranks(train, 1, *settings(home, "whole", "eval.interval=12")) == [0]
     return home / "whole"
+
+
+def test_a_log_holds_what_we_print(home):
+    """Through an evaluation and a save, as a process that nothing was imported into before."""
+    overrides = ("train.steps=2", "batch.micro=4", "checkpoint.interval=2", "eval.interval=1", "eval.batches=1")
+    config = home / "quiet.yaml"
+    config.write_text(tiny_run(home, f"checkpoint.folder={home / 'quiet'}", *overrides).to_yaml())
+    command = [sys.executable, "-m", "megatron_dsv41", "train", "--config", str(config)]
+    told = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "step 2  validation loss" in told.stdout and "saved step 2" in told.stdout
+    assert not [line for line in told.stderr.splitlines() if "WARNING" in line or "Guessing device" in line]
+
+
+def test_of_what_megatron_warns_of_that_remains_which_tells_something(capsys, recwarn):
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    from megatron_dsv41.backends.megatron.train import quiet
+
+    with quiet(False):
+        machine = RerunStateMachine(mode=RerunMode.DISABLED)
+        for mode in (RerunMode.DISABLED, RerunMode.VALIDATE_RESULTS, RerunMode.DISABLED):
+            machine.set_mode(mode)
+        logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").warning("a checkpoint of another time")
+        logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").info("a set-up line")
+        compile("'\\-'", "/elsewhere/megatron/core/inference.py", "exec")
+        warnings.warn("Detected a Jax installation but no library for it", RuntimeWarning, stacklevel=1)
+        warnings.warn("something is wrong", RuntimeWarning, stacklevel=1)
+        print("Megatron's set-up")
+    assert capsys.readouterr() == (
+        "",
+        "WARNING megatron.core.rerun_state_machine: Setting RerunStateMachine mode RerunMode.VALIDATE_RESULTS\n"
+        "WARNING megatron.core.dist_checkpointing.strategies.torch: a checkpoint of another time\n",
+    )
+    assert [str(warning.message) for warning in recwarn] == ["something is wrong"]
 
 
 def test_loss_falls_and_everything_is_reported(uninterrupted):
