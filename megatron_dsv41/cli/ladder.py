@@ -42,9 +42,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, ladder: Ladder) -> int:
     from megatron_dsv41.cli.ladder_tables import print_plan
+    from megatron_dsv41.cli.plan import layout_of
     from megatron_dsv41.experiments.ladder_plan import describe_ladder
 
-    report = describe_ladder(ladder, plan_cells(ladder))
+    report = describe_ladder(ladder, plan_cells(ladder), layout_of)
     _show(args, report, print_plan)
     return 1 if report["problems"] else 0
 

@@ -72,9 +72,9 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
     for leg in planned.legs:
         _check(leg.run, ranks)
     report = describe_model(config, first.phase, first.data.seq_length)
-    groups = None
-    if planned.optimizer.name != "adamw":
-        report["optimizer"] = groups = _describe_updates(planned)
+    groups = _describe_updates(planned)
+    if groups is not None:
+        report["optimizer"] = groups
     report["memory"] = describe_memory(config, _layout(first, ranks, groups))
     if first.precision.name is not None:
         report["precision"] = describe_precision(config, first.precision, first.parallel.tp)
@@ -94,6 +94,11 @@ def plan_report(planned: Run, ranks: int | None, *, with_schedule: bool = True) 
             "curve": [planned.learning_rate(step) for step in _evenly(planned.steps)],
         }
     return report
+
+
+def layout_of(run: Run, ranks: int) -> Layout:
+    """The layout of a run on so many ranks, with the state that its optimizer keeps per parameter."""
+    return _layout(run, ranks, _describe_updates(run))
 
 
 def _layout(run: Run, ranks: int, groups: list[dict[str, Any]] | None) -> Layout:
@@ -147,7 +152,10 @@ def _mean_state(groups: list[dict[str, Any]], owned: bool) -> float:
     return state / sum(group["parameters"] for group in counted)
 
 
-def _describe_updates(planned: Run) -> list[dict[str, Any]]:
+def _describe_updates(planned: Run) -> list[dict[str, Any]] | None:
+    """One row per parameter group; None: AdamW's one."""
+    if planned.optimizer.name == "adamw":
+        return None
     from megatron_dsv41.checkpoint.mapping import parameter_bindings
 
     config = planned.architecture()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_dsv41.config import DSV41Config
@@ -13,6 +13,7 @@ from megatron_dsv41.experiments.ladder_cells import PlannedCell
 from megatron_dsv41.experiments.memory import Layout, memory_per_rank
 from megatron_dsv41.experiments.run_flops import training_flops_per_token
 from megatron_dsv41.layer_plan import plan_layers
+from megatron_dsv41.run_config import Run
 
 # Ways to count N. `flops` is C / 6D: what the compute itself says.
 N_CONVENTIONS = ("active", "prefill", "backbone", "non_embedding", "total", "flops")
@@ -36,12 +37,15 @@ def count_n(config: DSV41Config, training_flops_per_token: float) -> dict[str, f
     }
 
 
-def describe_cell(ladder: Ladder, planned: PlannedCell) -> dict[str, Any]:
-    """One row of the plan: sizes, tokens, FLOPs, bytes of the fullest rank, hours (None without hardware.tflops)."""
+def describe_cell(ladder: Ladder, planned: PlannedCell, layout_of: Callable[[Run, int], Layout]) -> dict[str, Any]:
+    """One row of the plan: sizes, tokens, FLOPs, bytes of the fullest rank, hours (None without hardware.tflops).
+
+    layout_of: of a run on so many ranks, with its optimizer's state.
+    """
     run, cell = planned.run, planned.cell
     config, per_token = run.architecture(), training_flops_per_token(run)
     tokens = run.steps * run.tokens_per_step
-    memory = max(stage.total for stage in memory_per_rank(config, Layout.of(run, ladder.hardware.ranks)))
+    memory = max(stage.total for stage in memory_per_rank(config, layout_of(run, ladder.hardware.ranks)))
     flops = tokens * per_token
     rate = ladder.hardware.tflops
     return {
@@ -80,9 +84,11 @@ def describe_rung(planned: PlannedCell) -> dict[str, Any]:
     }
 
 
-def describe_ladder(ladder: Ladder, cells: Sequence[PlannedCell]) -> dict[str, Any]:
-    """The whole plan: rungs, cells, totals, and what does not fit in words."""
-    rows = [describe_cell(ladder, cell) for cell in cells]
+def describe_ladder(
+    ladder: Ladder, cells: Sequence[PlannedCell], layout_of: Callable[[Run, int], Layout]
+) -> dict[str, Any]:
+    """The whole plan: rungs, cells, totals, and what does not fit in words. layout_of: as of `describe_cell`."""
+    rows = [describe_cell(ladder, cell, layout_of) for cell in cells]
     rungs = {(c.cell.arm, c.cell.depth): c for c in reversed(cells)}
     hours = [row["hours"] for row in rows]
     return {

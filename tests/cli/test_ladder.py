@@ -14,6 +14,9 @@ import pytest
 import yaml
 
 from megatron_dsv41.cli import main
+from megatron_dsv41.cli.plan import plan_report
+from megatron_dsv41.experiments.ladder import load_ladder
+from megatron_dsv41.experiments.ladder_cells import plan_cells
 from megatron_dsv41.experiments.tracking import read_metrics
 from megatron_dsv41.testing.tiny_run import VOCABULARY, write_corpus
 
@@ -88,6 +91,21 @@ def test_plan_starts_nothing(ladder_file, capsys):
     assert not (ladder_file.parent / "ladder").exists()
     assert main(["ladder", "plan", str(ladder_file)]) == 0
     assert "full1+pool" in capsys.readouterr().out
+
+
+def test_the_plan_counts_the_state_of_the_optimizer_that_is_set(ladder_file, tmp_path, capsys):
+    """The bytes of each cell are those that `dsv41 plan` finds for its run."""
+    arms = {
+        "muon": {"overrides": {"optimizer.name": "published"}},
+        "half": {"overrides": {"optimizer.name": "published", "optimizer.momentum_dtype": "bfloat16"}},
+    }
+    content = yaml.safe_load(ladder_file.read_text()) | {"seeds": [1], "arms": arms, "hardware": {"ranks": 2}}
+    (tmp_path / "arms.yaml").write_text(yaml.safe_dump(content))
+    report = output(capsys, "plan", tmp_path / "arms.yaml")
+    found = {cell["arm"]: cell["memory_bytes"] for cell in report["cells"]}
+    cells = plan_cells(load_ladder(tmp_path / "arms.yaml"))
+    assert found == {cell.cell.arm: plan_report(cell.run, 2)["memory"]["largest"] for cell in cells}
+    assert found["half"] < found["muon"] < found["base"]
 
 
 def test_a_slurm_script_per_unfinished_cell(ladder_file, capsys):

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dsv41.cli.plan import layout_of
 from megatron_dsv41.experiments.flops import flops_per_token
 from megatron_dsv41.experiments.ladder import Ladder, load_ladder
 from megatron_dsv41.experiments.ladder_cells import cells_of, plan_cells
@@ -105,7 +106,7 @@ def test_the_digest_is_of_what_changes_the_result():
 
 def test_the_plan_adds_up():
     cells = plan_cells(ladder(hardware={"tflops": 1.0, "memory_gb": 0.001}))
-    report = describe_ladder(ladder(hardware={"tflops": 1.0, "memory_gb": 0.001}), cells)
+    report = describe_ladder(ladder(hardware={"tflops": 1.0, "memory_gb": 0.001}), cells, layout_of)
     assert report["total"]["cells"] == len(cells) == 8
     assert report["total"]["flops"] == sum(row["flops"] for row in report["cells"])
     assert report["total"]["hours"] == pytest.approx(report["total"]["flops"] / 1e12 / 3600)
@@ -149,4 +150,4 @@ def test_examples_are_ladders_that_fit_their_hardware(name, rungs, cells):
     planned = plan_cells(example)
     assert len(example.depths) == rungs
     assert len({cell.id for cell in planned}) == cells
-    assert describe_ladder(example, planned)["problems"] == []
+    assert describe_ladder(example, planned, layout_of)["problems"] == []
