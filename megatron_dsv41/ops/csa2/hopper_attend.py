@@ -6,14 +6,19 @@ takes one token after the other.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from megatron_dsv41.ops.csa2 import triton_attend
 from megatron_dsv41.ops.csa2.attend import Problem, attend
 from megatron_dsv41.ops.csa2.checks import check_attend, check_hopper
-from megatron_dsv41.ops.csa2.cuda_kernels import launch
+from megatron_dsv41.ops.cuda_kernels import launch
 
+TABLES, FORWARD, BACKWARD = (
+    Path(__file__).with_name(f"hopper_{part}.cu") for part in ("tables", "forward", "backward")
+)
 THREADS, FORWARD_THREADS = 256, 384
 TILE_BYTES, BLOCK_BYTES = 64 * 512 * 2, 64 * 64 * 2
 # As the kernels lay it out: keys (x3), P (x2), a part of q, slot rows (x3), rescaling, numbers, barriers; and
@@ -38,7 +43,7 @@ def prepare(
     count = problem.num_tokens // (THREADS // 32) + 1
     target, clear = (table, 0) if sums is None else (sums, 1)
     launch(
-        "hopper_tables.cu", "prepare", pack + count, THREADS, window_kv, keys, table, target, topk, start, numbers,
+        TABLES, "prepare", pack + count, THREADS, window_kv, keys, table, target, topk, start, numbers,
         pack, len(window_kv), rows, clear, problem.num_tokens, launches, problem.window, problem.num_topk,
         problem.window_offset,
     )  # fmt: skip
@@ -58,7 +63,7 @@ def forward(
     if problem.num_tokens:
         table, blocks, tickets = prepare(problem, window_kv, keys, topk, start)
         launch(
-            "hopper_forward.cu", "attend_forward", grid(problem.num_tokens, q.device), FORWARD_THREADS, q, table, topk,
+            FORWARD, "attend_forward", grid(problem.num_tokens, q.device), FORWARD_THREADS, q, table, topk,
             sink, start, blocks, tickets, out, lse, problem.num_tokens, problem.num_heads, problem.window,
             problem.num_topk, problem.window_offset, len(window_kv), problem.scale, shared_bytes=FORWARD_BYTES,
         )  # fmt: skip
@@ -86,7 +91,7 @@ def backward(
         some = slice(begin, min(begin + step, problem.num_tokens))
         tokens, offset = some.stop - begin, problem.window_offset + begin
         launch(
-            "hopper_backward.cu", name, grid(tokens, q.device), THREADS, q[some], out[some], grad_out[some], table,
+            BACKWARD, name, grid(tokens, q.device), THREADS, q[some], out[some], grad_out[some], table,
             topk[some], lse[some], start[some], blocks[some], ticket, grad_q[some], sums, partial, delta[some], tokens,
             problem.num_heads, problem.window, problem.num_topk, offset, len(window_kv), problem.scale,
             shared_bytes=BACKWARD_BYTES,
@@ -94,7 +99,7 @@ def backward(
         if problem.deterministic:
             order, ends = entry_order(topk[some], len(keys))
             launch(
-                "hopper_tables.cu", "sum_rows", len(sums), THREADS, partial, order, ends, start[some], sums,
+                TABLES, "sum_rows", len(sums), THREADS, partial, order, ends, start[some], sums,
                 len(window_kv), tokens, problem.window, problem.num_topk, offset,
             )  # fmt: skip
     return grad_q, sums[: len(window_kv)], sums[len(window_kv) :], delta

@@ -9,15 +9,18 @@ C++ up to FILTERED_TOPK and in Triton beyond.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import triton
 from torch import Tensor
 
 from megatron_dsv41.ops.csa2 import triton_select_kernels as kernels
 from megatron_dsv41.ops.csa2.checks import check_select
-from megatron_dsv41.ops.csa2.cuda_kernels import launch
+from megatron_dsv41.ops.cuda_kernels import launch
 from megatron_dsv41.ops.documents import Entries
 
+LARGEST = Path(__file__).with_name("largest.cu")
 SCORES_AT_ONCE = 1 << 26  # sort keys that exist at once: 128 MiB
 BLOCK_T, BLOCK_C = 64, 128
 FILTERED_TOPK = 1024  # up to here the CUDA top-k is used
@@ -47,7 +50,7 @@ def largest(scores: Tensor, entries: Entries, out: Tensor, tokens: range, per_bl
     """
     arguments = (scores, entries.first_T, entries.num_visible_T, out, tokens.start, scores.shape[1], out.shape[1])
     if scores.is_cuda and out.shape[1] <= FILTERED_TOPK:
-        launch("largest.cu", "largest", len(tokens), 256, *arguments, per_block)
+        launch(LARGEST, "largest", len(tokens), 256, *arguments, per_block)
     else:
         kernels.largest_k[(len(tokens),)](*arguments, PER_BLOCK=per_block, TILE=1024, num_warps=4)
 

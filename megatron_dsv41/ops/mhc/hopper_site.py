@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_dsv41.ops.csa2.cuda_kernels import launch
+from megatron_dsv41.ops.cuda_kernels import launch
 
-FILE = str(Path(__file__).with_suffix(".cu"))
+FILE = Path(__file__).with_suffix(".cu")
 THREADS, WARPS, ROWS, BLOCK, WIDTH = 256, 8, 16, 64, 32
 NUM_STREAMS = 4
 SUM_THREADS = 384

@@ -33,7 +33,7 @@ SCHEDULES = (Schedule(0, True), Schedule(1, False), Schedule(2, True))
 
 
 class HostKernels:
-    """Kernels of one source, compiled for the host into `folder`. `launch` is that of ops/csa2/cuda_kernels.py.
+    """Kernels of one source, compiled for the host into `folder`. `launch` is that of ops/cuda_kernels.py.
 
     instances: as they are launched, such as "site_forward<true, 320>". schedule may be changed between launches.
     """

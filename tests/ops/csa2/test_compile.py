@@ -9,6 +9,7 @@ import torch
 from torch.utils import cpp_extension
 
 from megatron_dsv41.ops.csa2 import ref
+from megatron_dsv41.ops.cuda_kernels import include_folders
 
 FOLDER = Path(ref.__file__).parent
 POINTERS = {
@@ -74,7 +75,8 @@ def test_cuda_kernel_compiles_without_spills(file, name, monkeypatch):
     from torch.cuda._utils import _nvrtc_compile
 
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "/")
-    binary, symbol = _nvrtc_compile((FOLDER / file).read_text(), name, "90a", cuda_include_dirs=[str(FOLDER)])
+    source, folders = (FOLDER / file).read_text(), include_folders(FOLDER / file)
+    binary, symbol = _nvrtc_compile(source, name, "90a", cuda_include_dirs=folders)
     assert frame_bytes(binary)[symbol] == 0
 
 

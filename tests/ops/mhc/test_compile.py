@@ -96,7 +96,7 @@ def check_no_stack(kernel: str, monkeypatch, folder: Path) -> dict[str, int]:
     from megatron_dsv41.ops.mhc import hopper_site
 
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "/")
-    binary, _ = _nvrtc_compile(Path(hopper_site.FILE).read_text(), kernel, "90a")
+    binary, _ = _nvrtc_compile(hopper_site.FILE.read_text(), kernel, "90a")
     used = resources(binary, folder)
     assert used.get("STACK", 0) == 0
     return used

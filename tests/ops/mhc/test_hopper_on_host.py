@@ -2,7 +2,6 @@
 
 import functools
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from megatron_dsv41.testing.mhc import assert_errors_are_the_definitions, call, 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 operands = functools.partial(mhc.operands, dtype=torch.bfloat16, device="cpu")
 DIMS = (64, 192, 320)  # of one block; with chunks of which the last is half as wide
-SOURCE = Path(hopper_site.FILE).read_text()
+SOURCE = hopper_site.FILE.read_text()
 TEMPLATES = [f"{kernel}<{update}, " for kernel in ("site_forward", "site_backward") for update in ("true", "false")]
 INSTANCES = [f"{template}{dim}>" for template in TEMPLATES for dim in DIMS]
 INSTANCES += ["predict_forward<8>", "predict_backward<16>", "fn_gradient<4>", "sum_gradients<384>"]

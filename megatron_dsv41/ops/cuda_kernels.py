@@ -17,21 +17,23 @@ LARGEST_STATIC_SHARED = 48 * 1024  # bytes that need no opt-in
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_... of cuda.h
 
 
-@functools.cache
-def kernel(file: str, name: str, shared_bytes: int, device: int) -> Any:
-    """The compiled kernel `name`, a template with its arguments, of `file`, a path from this folder, for one device.
+def include_folders(file: Path) -> list[str]:
+    """Where a source file finds the headers that it includes: in its own folder, then in this one."""
+    return [str(file.parent), str(FOLDER)]
 
-    Compiling takes seconds.
-    """
+
+@functools.cache
+def kernel(file: Path, name: str, shared_bytes: int, device: int) -> Any:
+    """The compiled kernel `name`, a template with its arguments, of `file`, for one device. Compiling takes seconds."""
     major, minor = torch.cuda.get_device_capability(device)
     # wgmma and setmaxnreg exist only in the architecture-specific target.
     target = f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
-    source = (FOLDER / file).read_text()
+    source, folders = file.read_text(), include_folders(file)
     # torch puts a toolkit's headers on the path and fails where there is no toolkit. The sources include none of them.
     home, cpp_extension.CUDA_HOME = cpp_extension.CUDA_HOME, cpp_extension.CUDA_HOME or "/"
     try:
         with torch.cuda.device(device):
-            compiled = torch.cuda._compile_kernel(source, name, target, cuda_include_dirs=[str(FOLDER)])
+            compiled = torch.cuda._compile_kernel(source, name, target, cuda_include_dirs=folders)
             if shared_bytes > LARGEST_STATIC_SHARED:
                 compiled.set_shared_memory_config(shared_bytes)
     finally:
@@ -40,7 +42,7 @@ def kernel(file: str, name: str, shared_bytes: int, device: int) -> Any:
 
 
 def launch(
-    file: str,
+    file: Path,
     name: str,
     blocks: int,
     threads: int,

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from megatron_dsv41.ops.csa2 import cuda_kernels
+from megatron_dsv41.ops import cuda_kernels
 
 SOURCE = """
 template <int BY> __global__ void add(int* x, int count) {
@@ -88,7 +88,7 @@ def test_driver_errors_are_raised():
 def test_a_new_thread_compiles_and_launches(tmp_path):
     (tmp_path / "add.cu").write_text(SOURCE)
     x = torch.arange(100, dtype=torch.int32, device="cuda")
-    thread = threading.Thread(target=cuda_kernels.launch, args=(str(tmp_path / "add.cu"), "add<3>", 1, 128, x, len(x)))
+    thread = threading.Thread(target=cuda_kernels.launch, args=(tmp_path / "add.cu", "add<3>", 1, 128, x, len(x)))
     thread.start()
     thread.join()
     torch.cuda.synchronize()
@@ -98,7 +98,7 @@ def test_a_new_thread_compiles_and_launches(tmp_path):
 @pytest.mark.gpu
 def test_an_early_kernel_reads_what_the_last_one_wrote(tmp_path):
     (tmp_path / "early.cu").write_text(EARLY)
-    file, x = str(tmp_path / "early.cu"), torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
+    file, x = tmp_path / "early.cu", torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
 
     def twice():
         for _ in range(2):
