@@ -17,7 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_dsv41", "megatron_dsv41.*"]),
-    package_data={"megatron_dsv41": ["py.typed", "ops/*/*.cu", "ops/*/*.cuh", "testing/*/*.h"]},
+    package_data={"megatron_dsv41": ["py.typed", "ops/*.cuh", "ops/*/*.cu", "ops/*/*.cuh", "testing/*/*.h"]},
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.19.2,<0.20",

@@ -46,6 +46,14 @@ def test_tests_mirror_the_package():
     assert not strays
 
 
+def test_the_wheel_holds_every_kernel_and_header():
+    setup = ast.parse((ROOT / "setup.py").read_text())
+    keyword = next(n for n in ast.walk(setup) if isinstance(n, ast.keyword) and n.arg == "package_data")
+    held = {path for pattern in ast.literal_eval(keyword.value)["megatron_dsv41"] for path in PACKAGE.glob(pattern)}
+    sources = {path for path in PACKAGE.rglob("*") if path.suffix in (".cu", ".cuh", ".h")}
+    assert sources and sources <= held
+
+
 @pytest.mark.parametrize("module", ["megatron_dsv41", "megatron_dsv41.run_config", "megatron_dsv41.cli"])
 def test_importing_the_package_imports_no_framework(module):
     heavy = ("torch", "megatron", "transformers", "datasets", "wandb", "matplotlib", "rich")

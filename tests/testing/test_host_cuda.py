@@ -9,15 +9,14 @@ from megatron_dsv41.testing.host_cuda import SCHEDULES, HostKernels, Schedule
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SOURCE = """
-typedef unsigned int u32;
-// -- instructions
-// -- end of instructions
+#include "hopper_instructions.cuh"
+#include "beside.cuh"
 template <bool MEETS>
 __global__ void reverse(const float* from, float* to, int count) {
     extern __shared__ __align__(16) unsigned char memory[];
     float* tile = reinterpret_cast<float*>(memory);
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
-    tile[threadIdx.x] = at < count ? from[at] : 0.0f;
+    tile[threadIdx.x] = at < count ? from[at] : OUTSIDE;
     if (MEETS) __syncthreads();
     if (at < count) to[at] = tile[blockDim.x - 1 - threadIdx.x];
 }
@@ -45,38 +44,58 @@ __global__ void beyond(float* to) {
     memory[threadIdx.x] = 0;
     to[threadIdx.x] = 0;
 }
+template <int AT, int LEAD>
+__global__ void describes(float* to) {
+    to[threadIdx.x] = descriptor(AT, LEAD);
+}
 """
+BESIDE = "constexpr float OUTSIDE = 0.0f;\n"
 INSTANCES = ["reverse<true>", "reverse<false>", "copied<0>", "copied<1>", "waits", "leaves", "beyond"]
+INSTANCES += ["describes<1024, 16>", "describes<512, 16>", "describes<1024, 8192>"]
+
+
+def write(folder, source):
+    """A file of kernels, and the header beside it that it includes."""
+    (folder / "beside.cuh").write_text(BESIDE)
+    (folder / "small.cu").write_text(source)
+    return folder / "small.cu"
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    return HostKernels(SOURCE, INSTANCES, tmp_path_factory.mktemp("host"))
+def file(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("source"), SOURCE)
 
 
-def outputs(kernels, name, *rest, threads, size, **options):
+@pytest.fixture(scope="module")
+def kernels(file, tmp_path_factory):
+    return HostKernels({file: INSTANCES}, tmp_path_factory.mktemp("host"))
+
+
+def outputs(kernels, file, name, *rest, threads, size, **options):
     """Of a kernel under every schedule."""
     found = []
     for schedule in SCHEDULES:
         kernels.schedule = schedule
         to = torch.full((size,), 7.0)
-        kernels.launch("", name, 1, threads, torch.arange(256.0), to, *rest, **options)
+        kernels.launch(file, name, 1, threads, torch.arange(256.0), to, *rest, **options)
         found.append(to)
     return found
 
 
-def test_a_missing_barrier_shows_in_some_order(kernels):
+def test_a_missing_barrier_shows_in_some_order(kernels, file):
     want = torch.arange(63.0, -1, -1)
-    sound = outputs(kernels, "reverse<true>", 64, threads=64, size=64, shared_bytes=256)
+    sound = outputs(kernels, file, "reverse<true>", 64, threads=64, size=64, shared_bytes=256)
     assert all(torch.equal(found, want) for found in sound)
-    racing = outputs(kernels, "reverse<false>", 64, threads=64, size=64, shared_bytes=256)
+    racing = outputs(kernels, file, "reverse<false>", 64, threads=64, size=64, shared_bytes=256)
     assert not all(torch.equal(found, want) for found in racing)
 
 
-def test_a_wait_too_short_shows_where_copies_land_late(kernels):
+def test_a_wait_too_short_shows_where_copies_land_late(kernels, file):
     want = torch.arange(128.0, 256.0, 4)
-    assert all(torch.equal(x, want) for x in outputs(kernels, "copied<0>", 0, threads=32, size=32, shared_bytes=1024))
-    early = outputs(kernels, "copied<1>", 0, threads=32, size=32, shared_bytes=1024)
+    assert all(
+        torch.equal(x, want) for x in outputs(kernels, file, "copied<0>", 0, threads=32, size=32, shared_bytes=1024)
+    )
+    early = outputs(kernels, file, "copied<1>", 0, threads=32, size=32, shared_bytes=1024)
     assert [bool(found.isnan().all()) for found in early] == [schedule.late_copies for schedule in SCHEDULES]
 
 
@@ -89,27 +108,37 @@ def test_a_wait_too_short_shows_where_copies_land_late(kernels):
         (0, 1 << 20, "more shared memory than a multiprocessor has"),
     ],
 )
-def test_copies_that_go_wrong_are_named(kernels, first, shared_bytes, message):
+def test_copies_that_go_wrong_are_named(kernels, file, first, shared_bytes, message):
     with pytest.raises(RuntimeError, match=message):
-        outputs(kernels, "copied<0>", first, threads=32, size=32, shared_bytes=shared_bytes)
+        outputs(kernels, file, "copied<0>", first, threads=32, size=32, shared_bytes=shared_bytes)
 
 
-def test_threads_that_wait_for_ever_and_stray_writes(kernels):
+def test_threads_that_wait_for_ever_and_stray_writes(kernels, file):
     kernels.schedule, to = Schedule(), torch.zeros(32)
-    kernels.launch("", "waits", 1, 32, to, 32)
+    kernels.launch(file, "waits", 1, 32, to, 32)
     assert torch.equal(to, (torch.arange(32) ^ 1).float())
     with pytest.raises(
         RuntimeError, match="threads of one warp are at __syncwarp and at a shuffle, thread 31 of block 0"
     ):
-        kernels.launch("", "waits", 1, 32, to, 31)
+        kernels.launch(file, "waits", 1, 32, to, 31)
     with pytest.raises(RuntimeError, match="threads wait for one another at __syncthreads in block 1"):
-        kernels.launch("", "leaves", 2, 64, to)
-    kernels.launch("", "beyond", 1, 32, to, shared_bytes=32)
+        kernels.launch(file, "leaves", 2, 64, to)
+    kernels.launch(file, "beyond", 1, 32, to, shared_bytes=32)
     with pytest.raises(RuntimeError, match="writes beyond its shared memory"):
-        kernels.launch("", "beyond", 1, 32, to, shared_bytes=31)
+        kernels.launch(file, "beyond", 1, 32, to, shared_bytes=31)
 
 
-def test_calls_that_do_not_fit_are_errors(kernels, tmp_path):
+def test_matrices_that_cannot_be_multiplied(kernels, file):
+    to = torch.zeros(32)
+    kernels.launch(file, "describes<1024, 16>", 1, 32, to)
+    assert torch.equal(to, torch.full((32,), 64.0))
+    with pytest.raises(RuntimeError, match="a matrix does not start at a swizzle's period"):
+        kernels.launch(file, "describes<512, 16>", 1, 32, to)
+    with pytest.raises(RuntimeError, match="a matrix is transposed, which is not done here"):
+        kernels.launch(file, "describes<1024, 8192>", 1, 32, to)
+
+
+def test_calls_that_do_not_fit_are_errors(kernels, file, tmp_path):
     x = torch.zeros(64)
     for arguments, message in (
         ((x, x), "takes 3 arguments, got 2"),
@@ -119,10 +148,23 @@ def test_calls_that_do_not_fit_are_errors(kernels, tmp_path):
         ((x, 64, x), r"float\* to takes a tensor"),
     ):
         with pytest.raises(TypeError, match=message):
-            kernels.launch("", "reverse<true>", 1, 64, *arguments, shared_bytes=256)
-    with pytest.raises(ValueError, match="no kernel other"):
-        HostKernels(SOURCE, ["other<1>"], tmp_path)
-    with pytest.raises(ValueError, match="does not mark its instructions"):
-        HostKernels("__global__ void f(int n) {}", ["f"], tmp_path)
-    with pytest.raises(RuntimeError, match="does not take the kernels"):
-        HostKernels(SOURCE + "what", ["waits"], tmp_path)
+            kernels.launch(file, "reverse<true>", 1, 64, *arguments, shared_bytes=256)
+    with pytest.raises(ValueError, match="small.cu has no kernel other"):
+        HostKernels({file: ["other<1>"]}, tmp_path)
+    with pytest.raises(RuntimeError, match="does not take the kernels of small.cu"):
+        HostKernels({write(tmp_path, SOURCE + "what"): ["waits"]}, tmp_path)
+
+
+def test_a_file_has_its_own_kernels(file, tmp_path):
+    """Two files with a kernel of one name, which differ in a header of theirs."""
+    other, folder = write(tmp_path, SOURCE), tmp_path / "host"
+    (tmp_path / "beside.cuh").write_text(BESIDE.replace("0.0f", "5.0f"))
+    folder.mkdir()
+    both, ends = HostKernels({file: ["reverse<true>"], other: ["reverse<true>"]}, folder), []
+    for source in (file, other):
+        to = torch.full((32,), 7.0)
+        both.launch(source, "reverse<true>", 1, 64, torch.arange(256.0), to, 32, shared_bytes=256)
+        ends.append(to)
+    assert torch.equal(ends[0], torch.zeros(32)) and torch.equal(ends[1], torch.full((32,), 5.0))
+    with pytest.raises(KeyError):
+        both.launch(other, "leaves", 1, 32, ends[0])

@@ -8,9 +8,7 @@
 //
 // Tiles of 64 rows x 512 channels lie in shared memory as 8 column blocks of 64 rows x 128 bytes, 128-byte swizzled.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
+#include "hopper_instructions.cuh"
 
 constexpr int DIM = 512, ROWS = 64;
 constexpr int COLUMN_BLOCK = ROWS * 128;    // bytes of 64 rows x 64 channels
@@ -27,31 +25,13 @@ __device__ __forceinline__ int thread() {
     return index;
 }
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ u32 swizzled(int row, int chunk) {  // byte of 16-byte chunk 0..63 of a row of a tile
     return (chunk >> 3) * COLUMN_BLOCK + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
-}
-// Matrix descriptor of a swizzled tile; groups of 8 rows are 1024 bytes apart. `lead` is the distance of 64-wide blocks
-// of an operand that is not transposed in memory order (its rows are the summed dimension).
-__device__ __forceinline__ u64 descriptor(u32 address, u32 lead) {
-    return (u64)((address & 0x3FFFF) >> 4) | ((u64)(lead >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
 }
 // Steps of a descriptor's start: 16 channels of every row further, 16 rows further, 64 channels further.
 __device__ __forceinline__ u64 channels(int k) { return (k / 4 * COLUMN_BLOCK + k % 4 * 32) >> 4; }
 __device__ __forceinline__ u64 rows(int k) { return (k * 16 * 128) >> 4; }
 __device__ __forceinline__ u64 column_blocks(int k) { return (k * COLUMN_BLOCK) >> 4; }
-__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void mma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(LEFT) : "memory");
-}
-// Ordinary stores become visible to wgmma; cp.async needs no fence. It waits for this thread's reductions in flight, so
-// it stands as far behind them as possible.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;\n" ::"n"(LEFT) : "memory");
-}
 __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -104,11 +84,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-}
 __device__ __forceinline__ float low_half(u32 word) { return __uint_as_float(word << 16); }
 __device__ __forceinline__ float high_half(u32 word) { return __uint_as_float(word & 0xffff0000u); }
 __device__ __forceinline__ void store4(u16* to, float a, float b, float c, float d) {
@@ -117,8 +92,6 @@ __device__ __forceinline__ void store4(u16* to, float a, float b, float c, float
 __device__ __forceinline__ float dot2(u32 a, u32 b) {
     return low_half(a) * low_half(b) + high_half(a) * high_half(b);
 }
-
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 
 template <int TRANSPOSE_A, int TRANSPOSE_B>
 __device__ __forceinline__ void mma64(float (&d)[32], u64 a, u64 b, int add) {

@@ -13,9 +13,7 @@
 // Kernels behind another one are launched early (cuda_kernels.py): they start while it ends, do what needs nothing of it,
 // and wait. All threads of a kernel that is launched early wait, so whoever waits for it has waited for those before it.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
+#include "site_instructions.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int ROWS = 16;                   // tokens of a tile of fn's gradient
@@ -32,66 +30,6 @@ constexpr int GROUP = 4;                   // tiles whose weights fn_gradient br
 constexpr u32 FULL = 0xffffffffu;
 
 struct alignas(16) Vec { u32 w[4]; };
-
-// What lies between these lines has another form on the host (testing/host_cuda).
-// -- instructions
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int LEFT> __device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;\n" ::"n"(LEFT) : "memory");
-}
-__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  // zeros where bytes is 0
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-}
-__device__ __forceinline__ u32 to_tf32(float x) {
-    u32 word;
-    asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(word) : "f"(x));
-    return word;
-}
-__device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// The next kernel of the stream, if launched early, may start once all CTAs have said this or ended.
-__device__ __forceinline__ void next_may_start() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
-// In a kernel launched early: until the kernel before it has ended and what it wrote can be read.
-__device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
-__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void mma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory"); }
-// Ordinary stores become visible to wgmma.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
-// Matrix descriptor of rows of 128 bytes, swizzled by 128 bytes; groups of 8 rows are 1024 bytes apart.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-    return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
-}
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-// d += a b^T of a warpgroup: 16 rows of `a` a warp, 144 of b, 16 channels. add 0: d = a b^T.
-__device__ __forceinline__ void mma144(float (&d)[72], const u32 (&a)[4], u64 b, int add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %77, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n144k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
-        "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
-        "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71"
-        "}, {%72,%73,%74,%75}, %76, p, 1, 1, 0;\n}\n"
-        :
-          D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28), D4(32),
-          D4(36), D4(40), D4(44), D4(48), D4(52), D4(56), D4(60), D4(64), D4(68)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-// -- end of instructions
 
 __device__ __forceinline__ float half_of(u32 word, int e) {  // of a pair of bf16
     return __uint_as_float(e ? word & 0xffff0000u : word << 16);
@@ -294,7 +232,7 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
     split_fn<DIM>(fn, fn_parts, chunk);
     __syncthreads();
 
-    const u64 parts = descriptor(shared_address(fn_parts));
+    const u64 parts = descriptor(shared_address(fn_parts), 16);
     float sums[72], squares[2];  // [block][term][8 rows of fn][unit][2 rows]
     while (tile / 4 * 4 < work.end) {  // the same for a whole warpgroup
         const bool whole = span == chunk.count() - 1;  // of the tile, after this step
@@ -381,7 +319,7 @@ site_forward(const u16* y, const u16* x, const float* post, const float* comb, c
             __syncwarp();
             fetch(next_tile, next_span, r);
         }
-        mma_wait();
+        mma_wait<0>();
         const int t = tile * UNIT + g;
         tile = next_tile, span = next_span;
         if (!whole) continue;

@@ -1,8 +1,8 @@
-"""CUDA C++ kernels of a file on the CPU, for tests: the kernels' own text, compiled by g++, with threads as fibers.
+"""CUDA C++ kernels on the CPU, for tests: the kernels' own files, compiled by g++, with threads as fibers.
 
-The source keeps its inline PTX between the lines `// -- instructions` and `// -- end of instructions`; instructions.h
-takes their place. What this shows: indices, swizzles, fragments, waits and barriers, argument lists, sizes of shared
-memory. What it does not: speed, and how a GPU orders memory between threads that no barrier orders.
+The files keep their inline PTX in headers of their own, whose place instructions.h takes. What this shows: indices,
+swizzles, fragments, waits and barriers, argument lists, sizes of shared memory. What it does not: speed, and how a GPU
+orders memory between threads that no barrier orders.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron_dsv41.ops.cuda_kernels import include_folders
 
 FOLDER = Path(__file__).parent
 DTYPES = {"float": torch.float32, "u16": torch.bfloat16, "int": torch.int32, "long long": torch.int64}
@@ -33,28 +35,22 @@ SCHEDULES = (Schedule(0, True), Schedule(1, False), Schedule(2, True))
 
 
 class HostKernels:
-    """Kernels of one source, compiled for the host into `folder`. `launch` is that of ops/cuda_kernels.py.
+    """Kernels of some files, compiled for the host into `folder`. `launch` is that of ops/cuda_kernels.py.
 
-    instances: as they are launched, such as "site_forward<true, 320>". schedule may be changed between launches.
+    instances: file -> its kernels as they are launched, such as "site_forward<true, 320>". schedule may be changed
+    between launches. ValueError: a file lacks a kernel; RuntimeError: what g++ says.
     """
 
-    def __init__(self, source: str, instances: Sequence[str], folder: Path):
+    def __init__(self, instances: Mapping[Path, Sequence[str]], folder: Path):
         self.schedule = Schedule()
-        self._parameters = {name: _parameters(source, name) for name in instances}
-        text, library = folder / "kernels.cpp", folder / "kernels.so"
-        text.write_text(_on_host(source) + "".join(map(_wrapper, instances, self._parameters.values())))
-        # Without contraction: a rounding of products that g++ chose would be another one than nvcc's anyway.
-        options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w", f"-I{FOLDER}"]
-        done = subprocess.run(
-            ["g++", *options, str(text), "-o", str(library)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"g++ does not take the kernels:\n{done.stderr[-4000:]}")
-        self._library = ctypes.CDLL(str(library))
+        self._files = {
+            file: _File(file, names, folder / f"kernels{number}")
+            for number, (file, names) in enumerate(instances.items())
+        }
 
     def launch(
         self,
-        file: str,
+        file: Path,
         name: str,
         blocks: int,
         threads: int,
@@ -62,7 +58,35 @@ class HostKernels:
         shared_bytes: int = 0,
         early: bool = False,
     ) -> None:
-        """Run a kernel, whatever `file` and `early`. RuntimeError: what is wrong in it; TypeError: in the call."""
+        """Run a kernel of those that `file` was compiled with, whatever `early`.
+
+        RuntimeError: what is wrong in it; TypeError: in the call.
+        """
+        self._files[file].run(name, arguments, (blocks, threads, shared_bytes), self.schedule)
+
+
+class _File:
+    """Kernels of one file, compiled into `target`.cpp and `target`.so."""
+
+    def __init__(self, file: Path, instances: Sequence[str], target: Path):
+        source = file.read_text()
+        self._parameters = {name: _parameters(file, source, name) for name in instances}
+        text, library = target.with_suffix(".cpp"), target.with_suffix(".so")
+        text.write_text(_on_host(source) + "".join(map(_wrapper, instances, self._parameters.values())))
+        # Without contraction: a rounding of products that g++ chose would be another one than nvcc's anyway.
+        options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w"]
+        folders = [f"-I{folder}" for folder in (FOLDER, *include_folders(file))]
+        done = subprocess.run(
+            ["g++", *options, *folders, str(text), "-o", str(library)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"g++ does not take the kernels of {file.name}:\n{done.stderr[-4000:]}")
+        self._library = ctypes.CDLL(str(library))
+
+    def run(
+        self, name: str, arguments: Sequence[Tensor | int | float], sizes: tuple[int, int, int], schedule: Schedule
+    ) -> None:
+        """sizes: blocks, threads of each, bytes of shared memory of each."""
         parameters = self._parameters[name]
         if len(arguments) != len(parameters):
             raise TypeError(f"{name} takes {len(parameters)} arguments, got {len(arguments)}")
@@ -72,10 +96,10 @@ class HostKernels:
             self._value(name, parameter, argument, given)
             for parameter, argument in zip(parameters, arguments, strict=True)
         ]
-        self._library.host_settings(self.schedule.order, int(self.schedule.late_copies))
+        self._library.host_settings(schedule.order, int(schedule.late_copies))
         function = getattr(self._library, _symbol(name))
         function.restype = ctypes.c_char_p
-        message = function(*map(ctypes.c_uint, (blocks, threads, shared_bytes)), *values).decode()
+        message = function(*map(ctypes.c_uint, sizes), *values).decode()
         if message:
             raise RuntimeError(f"{name}: {message}")
 
@@ -101,19 +125,15 @@ class HostKernels:
 
 
 def _on_host(source: str) -> str:
-    before, _, rest = source.partition("// -- instructions\n")
-    _, end, after = rest.partition("// -- end of instructions\n")
-    if not end:
-        raise ValueError("the source does not mark its instructions")
-    after = re.sub(r"extern __shared__ [^;]*\bmemory\[\];", "unsigned char* memory = host::shared;", after)
-    return f'#include "runtime.h"\n{before}#include "instructions.h"\n{after}'
+    source = re.sub(r"extern __shared__ [^;]*\bmemory\[\];", "unsigned char* memory = host::shared;", source)
+    return f'#include "instructions.h"\n{source}'
 
 
-def _parameters(source: str, name: str) -> list[str]:
+def _parameters(file: Path, source: str, name: str) -> list[str]:
     """A kernel's parameters, as "const float* post"."""
     found = re.search(rf"__global__[^;{{]*?\b{name.partition('<')[0]}\(([^{{]*?)\)\s*\{{", source)
     if found is None:
-        raise ValueError(f"the source has no kernel {name}")
+        raise ValueError(f"{file.name} has no kernel {name}")
     return [" ".join(part.split()).replace(" *", "* ") for part in found[1].split(",")]
 
 

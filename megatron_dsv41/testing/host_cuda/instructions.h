@@ -1,8 +1,15 @@
-// The instructions of hopper_site.cu on the host, as PTX defines them; each replaces the function of its name there.
+// Instructions on the host, as PTX defines them, by their names in the headers of ops/ whose guards are defined here: those
+// headers, which have the same in inline PTX, are then empty.
 //
 // Products are summed in fp64 and rounded once. A copy lands when its thread waits for it, or at once (runtime.h).
 #pragma once
+#define HOPPER_INSTRUCTIONS
+#define SITE_INSTRUCTIONS
 #include "runtime.h"
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
 
 namespace host {
 
@@ -120,10 +127,14 @@ inline void next_may_start() {}  // kernels run one after another
 inline void wait_for_last() {}
 inline void mma_fence() {}  // memory has one order
 inline void fence_async() {}
-inline uint64_t descriptor(unsigned address) {
+inline u64 descriptor(unsigned address, unsigned lead) {
     if (address % 1024) host::fail("a matrix does not start at a swizzle's period");
+    if (lead != 16) host::fail("a matrix is transposed, which is not done here");
     return (address & 0x3ffff) >> 4;
 }
 inline void mma144(float (&d)[72], const unsigned (&a)[4], uint64_t b, int add) { host::group_multiply<144>(d, a, b, add); }
 inline void mma_commit() {}
-inline void mma_wait() { host::group_wait(); }
+template <int LEFT> void mma_wait() {
+    static_assert(LEFT == 0, "products are waited for all at once");
+    host::group_wait();
+}

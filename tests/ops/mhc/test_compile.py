@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
+from megatron_dsv41.ops.cuda_kernels import include_folders
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 MHC, GATE = "mhc.triton_site_kernels", "engram.triton_gate_kernels"
 STREAMS = {"x", "y", "new", "input", "grad_new", "grad_input", "grad_y", "grad_x"}
@@ -96,7 +98,8 @@ def check_no_stack(kernel: str, monkeypatch, folder: Path) -> dict[str, int]:
     from megatron_dsv41.ops.mhc import hopper_site
 
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "/")
-    binary, _ = _nvrtc_compile(hopper_site.FILE.read_text(), kernel, "90a")
+    source, folders = hopper_site.FILE.read_text(), include_folders(hopper_site.FILE)
+    binary, _ = _nvrtc_compile(source, kernel, "90a", cuda_include_dirs=folders)
     used = resources(binary, folder)
     assert used.get("STACK", 0) == 0
     return used

@@ -14,7 +14,6 @@ from megatron_dsv41.testing.mhc import assert_errors_are_the_definitions, call, 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 operands = functools.partial(mhc.operands, dtype=torch.bfloat16, device="cpu")
 DIMS = (64, 192, 320)  # of one block; with chunks of which the last is half as wide
-SOURCE = hopper_site.FILE.read_text()
 TEMPLATES = [f"{kernel}<{update}, " for kernel in ("site_forward", "site_backward") for update in ("true", "false")]
 INSTANCES = [f"{template}{dim}>" for template in TEMPLATES for dim in DIMS]
 INSTANCES += ["predict_forward<8>", "predict_backward<16>", "fn_gradient<4>", "sum_gradients<384>"]
@@ -22,7 +21,7 @@ INSTANCES += ["predict_forward<8>", "predict_backward<16>", "fn_gradient<4>", "s
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return HostKernels(SOURCE, INSTANCES, tmp_path_factory.mktemp("host"))
+    return HostKernels({hopper_site.FILE: INSTANCES}, tmp_path_factory.mktemp("host"))
 
 
 @pytest.fixture
@@ -77,8 +76,14 @@ def test_hostile_streams(site, size):
 )
 def test_a_fault_is_seen(monkeypatch, tmp_path, sound, broken):
     """A wait for too little, places that are not the lane's, and shared memory that was not asked for."""
-    assert sound in SOURCE
-    kernels = HostKernels(SOURCE.replace(sound, broken), ["site_forward<true, 192>", "predict_forward<8>"], tmp_path)
+    source = hopper_site.FILE.read_text()
+    assert sound in source
+    for header in hopper_site.FILE.parent.glob("*.cuh"):
+        shutil.copy(header, tmp_path)
+    file = tmp_path / "faulty.cu"
+    file.write_text(source.replace(sound, broken))
+    kernels = HostKernels({file: ["site_forward<true, 192>", "predict_forward<8>"]}, tmp_path)
+    monkeypatch.setattr(hopper_site, "FILE", file)
     monkeypatch.setattr(hopper_site, "launch", kernels.launch)
     monkeypatch.setattr(hopper_site, "_check", lambda *operands: None)
     inputs = operands(33, 192)
