@@ -1,6 +1,6 @@
 """Single-pass mHC in CUDA for Hopper: provider "hopper" of mhc.site.
 
-hopper_site.cu is compiled when a kernel is first called, in half a second each. Four bf16 streams of a width that is a
+The kernels are compiled when they are first called, in half a second each. Four bf16 streams of a width that is a
 multiple of 64; what it does not take is left to the providers "triton" and "ref", by name.
 """
 
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megatron_dsv41.ops.cuda_kernels import launch
 
-FILE = Path(__file__).with_suffix(".cu")
+FORWARD, BACKWARD, FN_GRADIENT, COEFFICIENTS = (
+    Path(__file__).with_name(f"hopper_{part}.cu") for part in ("forward", "backward", "fn_gradient", "coefficients")
+)
 THREADS, WARPS, ROWS, BLOCK, WIDTH = 256, 8, 16, 64, 32
 NUM_STREAMS = 4
 SUM_THREADS = 384
@@ -95,14 +97,14 @@ class _Site(torch.autograd.Function):
         new = torch.empty_like(streams) if plan.update else streams
         site_input, partial = streams.new_empty(tokens, dim), _wide(streams, tokens, grid.chunks, WIDTH)
         launch(
-            FILE, plan.name("site_forward", dim), grid.ctas, THREADS, *_or(streams, y), streams,
+            FORWARD, plan.name("site_forward", dim), grid.ctas, THREADS, *_or(streams, y), streams,
             *_or(streams, post, comb), pre, fn, new, site_input, partial,
             tokens, grid.shares, grid.limit, shared_bytes=FORWARD_RING + FORWARD_BLOCKS * FORWARD_FN,
         )  # fmt: skip
         sums = _wide(streams, tokens, WIDTH)
         mix = [_wide(streams, tokens, *shape) for shape in ((4,), (4,), (4, 4))]
         launch(
-            FILE, "predict_forward<8>", _ceil(tokens, 16), THREADS, partial, base, scale, sums, *mix,
+            COEFFICIENTS, "predict_forward<8>", _ceil(tokens, 16), THREADS, partial, base, scale, sums, *mix,
             tokens, grid.chunks, NUM_STREAMS * dim, plan.iters, plan.eps, plan.rms_eps, early=True,
         )  # fmt: skip
         ctx.save_for_backward(y, streams, post, comb, pre, fn, base, scale, sums, new)
@@ -127,7 +129,7 @@ class _Site(torch.autograd.Function):
         grad_x, grad_y = torch.empty_like(streams), torch.empty_like(y) if plan.update else None
         partial_mix = _wide(streams, tokens, grid.chunks, 24)
         launch(
-            FILE, plan.name("site_backward", dim), grid.ctas, THREADS, *_or(streams, y), streams,
+            BACKWARD, plan.name("site_backward", dim), grid.ctas, THREADS, *_or(streams, y), streams,
             *_or(streams, grad_new, grad_input, post, comb), pre, weight, fn, *_or(streams, grad_y),
             grad_x, partial_mix, tokens, grid.shares, grid.limit,
             int(grad_new is not None), int(grad_input is not None),
@@ -137,7 +139,7 @@ class _Site(torch.autograd.Function):
         mix_ctas = _ceil(6 * tokens, SUM_THREADS)
         fn_ctas = _ceil(6 * NUM_STREAMS * dim, SUM_THREADS) if shares > 1 else 0
         launch(
-            FILE, f"sum_gradients<{SUM_THREADS}>", mix_ctas + fn_ctas + project, SUM_THREADS, partial_mix,
+            COEFFICIENTS, f"sum_gradients<{SUM_THREADS}>", mix_ctas + fn_ctas + project, SUM_THREADS, partial_mix,
             *_or(partial_mix, partial_fn, param), grad_pre, grad_post, grad_comb,
             *_or(partial_mix, grad_fn, grad_base, grad_scale),
             tokens, grid.chunks, NUM_STREAMS * dim, shares, tiles, mix_ctas, int(project), early=True,
@@ -155,7 +157,7 @@ def _weights(plan: Plan, sums: Tensor, base: Tensor, scale: Tensor, grads: list[
     operand = torch.empty(tiles, 24, 2 * ROWS, dtype=torch.bfloat16, device=sums.device)
     has = sum((g is not None) << i for i, g in enumerate(grads))
     launch(
-        FILE, f"predict_backward<{ROWS}>", tiles, ROWS * 16, sums, base, scale, *_or(sums, *grads),
+        COEFFICIENTS, f"predict_backward<{ROWS}>", tiles, ROWS * 16, sums, base, scale, *_or(sums, *grads),
         weight, operand, param, tokens, NUM_STREAMS * dim, plan.iters, has, plan.eps, plan.rms_eps,
         shared_bytes=4 * (48 * ROWS + (2 * plan.iters - 1) * 16 * ROWS),
     )  # fmt: skip
@@ -169,7 +171,7 @@ def _fn_gradient(new: Tensor, operand: Tensor) -> tuple[Tensor, int]:
     shares = grid.ctas // grid.chunks
     partial = _wide(new, shares, 24, columns)
     launch(
-        FILE, f"fn_gradient<{FN_STAGES}>", grid.ctas, THREADS, new, operand, partial,
+        FN_GRADIENT, f"fn_gradient<{FN_STAGES}>", grid.ctas, THREADS, new, operand, partial,
         tokens, columns, grid.chunks, grid.shares, grid.limit, shared_bytes=FN_RING, early=True,
     )  # fmt: skip
     return partial, shares

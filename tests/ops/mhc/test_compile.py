@@ -11,6 +11,7 @@ import torch
 from torch.utils import cpp_extension
 
 from megatron_dsv41.ops.cuda_kernels import include_folders
+from megatron_dsv41.ops.mhc import hopper_site
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 MHC, GATE = "mhc.triton_site_kernels", "engram.triton_gate_kernels"
@@ -72,45 +73,44 @@ def resources(binary: bytes, folder: Path) -> dict[str, int]:
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch, for its NVRTC")
 @pytest.mark.parametrize("update", ["true", "false"])
-@pytest.mark.parametrize("kernel", ["site_forward", "site_backward"])
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
 def test_hopper_site_does_not_spill(kernel, update, monkeypatch, tmp_path):
-    check_no_stack(f"{kernel}<{update}, 5120>", monkeypatch, tmp_path)
+    file = hopper_site.FORWARD if kernel == "forward" else hopper_site.BACKWARD
+    check_no_stack(file, f"site_{kernel}<{update}, 5120>", monkeypatch, tmp_path)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch, for its NVRTC")
-@pytest.mark.parametrize(
-    "kernel", ["fn_gradient<4>", "predict_forward<8>", "predict_backward<16>", "sum_gradients<384>"]
-)
-def test_hopper_small_kernel_does_not_spill(kernel, monkeypatch, tmp_path):
-    check_no_stack(kernel, monkeypatch, tmp_path)
+def test_hopper_fn_gradient_does_not_spill(monkeypatch, tmp_path):
+    check_no_stack(hopper_site.FN_GRADIENT, "fn_gradient<4>", monkeypatch, tmp_path)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch, for its NVRTC")
+@pytest.mark.parametrize("kernel", ["predict_forward<8>", "predict_backward<16>", "sum_gradients<384>"])
+def test_hopper_coefficients_do_not_spill(kernel, monkeypatch, tmp_path):
+    check_no_stack(hopper_site.COEFFICIENTS, kernel, monkeypatch, tmp_path)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch, for its NVRTC")
 @pytest.mark.parametrize("kernel", ["predict_forward<8>", "sum_gradients<384>"])
 def test_hopper_sums_keep_their_loads_on_the_way(kernel, monkeypatch, tmp_path):
-    used = check_no_stack(kernel, monkeypatch, tmp_path)
+    used = check_no_stack(hopper_site.COEFFICIENTS, kernel, monkeypatch, tmp_path)
     assert not used or used["REG"] >= 64  # fourteen loads of four at once; without a word the compiler keeps to 32
 
 
-def check_no_stack(kernel: str, monkeypatch, folder: Path) -> dict[str, int]:
+def check_no_stack(file: Path, kernel: str, monkeypatch, folder: Path) -> dict[str, int]:
     from torch.cuda._utils import _nvrtc_compile
 
-    from megatron_dsv41.ops.mhc import hopper_site
-
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "/")
-    source, folders = hopper_site.FILE.read_text(), include_folders(hopper_site.FILE)
-    binary, _ = _nvrtc_compile(source, kernel, "90a", cuda_include_dirs=folders)
+    binary, _ = _nvrtc_compile(file.read_text(), kernel, "90a", cuda_include_dirs=include_folders(file))
     used = resources(binary, folder)
     assert used.get("STACK", 0) == 0
     return used
 
 
 def test_hopper_site_fits_a_multiprocessor():
-    from megatron_dsv41.ops.mhc import hopper_site as site
-
     for ring, part, blocks in (
-        (site.FORWARD_RING, site.FORWARD_FN, site.FORWARD_BLOCKS),
-        (site.BACKWARD_RING, site.BACKWARD_FN, site.BACKWARD_BLOCKS),
+        (hopper_site.FORWARD_RING, hopper_site.FORWARD_FN, hopper_site.FORWARD_BLOCKS),
+        (hopper_site.BACKWARD_RING, hopper_site.BACKWARD_FN, hopper_site.BACKWARD_BLOCKS),
     ):
         assert ring + blocks * part <= 232448  # bytes that a CTA may have
-    assert 2 * (site.FN_RING + 1024) <= 233472  # two CTAs
+    assert 2 * (hopper_site.FN_RING + 1024) <= 233472  # two CTAs

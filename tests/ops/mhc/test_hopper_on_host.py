@@ -14,14 +14,18 @@ from megatron_dsv41.testing.mhc import assert_errors_are_the_definitions, call, 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 operands = functools.partial(mhc.operands, dtype=torch.bfloat16, device="cpu")
 DIMS = (64, 192, 320)  # of one block; with chunks of which the last is half as wide
-TEMPLATES = [f"{kernel}<{update}, " for kernel in ("site_forward", "site_backward") for update in ("true", "false")]
-INSTANCES = [f"{template}{dim}>" for template in TEMPLATES for dim in DIMS]
-INSTANCES += ["predict_forward<8>", "predict_backward<16>", "fn_gradient<4>", "sum_gradients<384>"]
+PARAMETERS = [f"<{update}, {dim}>" for update in ("true", "false") for dim in DIMS]
+INSTANCES = {
+    hopper_site.FORWARD: [f"site_forward{parameters}" for parameters in PARAMETERS],
+    hopper_site.BACKWARD: [f"site_backward{parameters}" for parameters in PARAMETERS],
+    hopper_site.FN_GRADIENT: ["fn_gradient<4>"],
+    hopper_site.COEFFICIENTS: ["predict_forward<8>", "predict_backward<16>", "sum_gradients<384>"],
+}
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    return HostKernels({hopper_site.FILE: INSTANCES}, tmp_path_factory.mktemp("host"))
+    return HostKernels(INSTANCES, tmp_path_factory.mktemp("host"))
 
 
 @pytest.fixture
@@ -70,20 +74,21 @@ def test_hostile_streams(site, size):
     [
         ("copy_wait<1>();  // for all", "copy_wait<3>();  // for all"),
         ("rows.at(g % 4, g / 4 * 8 + 4 * b + q)", "rows.at(g % 4, g / 4 * 8 + q)"),
-        ("FORWARD_SPANS = 2,", "FORWARD_SPANS = 3,"),
+        ("SPANS = 2;", "SPANS = 3;"),
     ],
     ids=["a wait", "a place", "a span"],
 )
 def test_a_fault_is_seen(monkeypatch, tmp_path, sound, broken):
     """A wait for too little, places that are not the lane's, and shared memory that was not asked for."""
-    source = hopper_site.FILE.read_text()
+    source = hopper_site.FORWARD.read_text()
     assert sound in source
-    for header in hopper_site.FILE.parent.glob("*.cuh"):
+    for header in hopper_site.FORWARD.parent.glob("*.cuh"):
         shutil.copy(header, tmp_path)
-    file = tmp_path / "faulty.cu"
-    file.write_text(source.replace(sound, broken))
-    kernels = HostKernels({file: ["site_forward<true, 192>", "predict_forward<8>"]}, tmp_path)
-    monkeypatch.setattr(hopper_site, "FILE", file)
+    faulty = tmp_path / "faulty.cu"
+    faulty.write_text(source.replace(sound, broken))
+    instances = {faulty: ["site_forward<true, 192>"], hopper_site.COEFFICIENTS: ["predict_forward<8>"]}
+    kernels = HostKernels(instances, tmp_path)
+    monkeypatch.setattr(hopper_site, "FORWARD", faulty)
     monkeypatch.setattr(hopper_site, "launch", kernels.launch)
     monkeypatch.setattr(hopper_site, "_check", lambda *operands: None)
     inputs = operands(33, 192)
