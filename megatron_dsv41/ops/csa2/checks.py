@@ -46,15 +46,6 @@ def check_attend(
         raise ValueError(f"{want} sink in float32 and window_start in int64")
 
 
-def check_hopper(provider: str, device: torch.device) -> None:
-    """ValueError unless the CUDA device runs sparse_attend's kernels for SM90."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        raise ValueError(
-            f"csa2.sparse_attend: provider {provider!r} needs compute capability 9.0, "
-            f"{torch.cuda.get_device_name(device)} has {torch.cuda.get_device_capability(device)}"
-        )
-
-
 def check_select(q_TID: Tensor, weights_TI: Tensor, keys_CD: Tensor) -> None:
     """ValueError unless select's tensors suit the Triton kernels."""
     want = "csa2.select: provider 'triton' takes"

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_dsv41.ops.csa2 import hopper_attend, triton_attend
 from megatron_dsv41.ops.csa2.attend import Problem, attend, slot_table
-from megatron_dsv41.ops.csa2.checks import check_attend, check_hopper
+from megatron_dsv41.ops.csa2.checks import check_attend
+from megatron_dsv41.ops.hopper_checks import check_hopper
 
 try:
     from cudnn.deepseek_sparse_attention import sparse_attention_backward_wrapper
@@ -63,7 +64,7 @@ def sparse_attend(
     the latents' gradients are summed by atomics.
     """
     check_attend("cudnn", q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H, window_start_T, (512,), range(2, 65))
-    check_hopper("cudnn", q_THD.device)
+    check_hopper("csa2.sparse_attend", "cudnn", q_THD.device, "triton")
     if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
         raise ValueError(
             "csa2.sparse_attend: provider 'cudnn' has no deterministic gradients on SM90; 'hopper' and 'triton' have"

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megatron_dsv41.ops.csa2 import triton_attend
 from megatron_dsv41.ops.csa2.attend import Problem, attend
-from megatron_dsv41.ops.csa2.checks import check_attend, check_hopper
+from megatron_dsv41.ops.csa2.checks import check_attend
 from megatron_dsv41.ops.cuda_kernels import launch
+from megatron_dsv41.ops.hopper_checks import check_hopper
 
 TABLES, FORWARD, BACKWARD = (
     Path(__file__).with_name(f"hopper_{part}.cu") for part in ("tables", "forward", "backward")
@@ -132,7 +133,7 @@ def sparse_attend(
     ValueError: dtypes, devices or sizes that the kernels do not take. See triton_attend for `deterministic`.
     """
     check_attend("hopper", q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H, window_start_T, (512,))
-    check_hopper("hopper", q_THD.device)
+    check_hopper("csa2.sparse_attend", "hopper", q_THD.device, "triton")
     return attend(
         forward, backward, triton_attend.teacher_probabilities, q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H,
         window_start_T, window_offset, scale, window, teacher, deterministic, turn,

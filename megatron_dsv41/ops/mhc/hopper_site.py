@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dsv41.ops.cuda_kernels import launch
+from megatron_dsv41.ops.hopper_checks import check_hopper
 
 FORWARD, BACKWARD, FN_GRADIENT, COEFFICIENTS = (
     Path(__file__).with_name(f"hopper_{part}.cu") for part in ("forward", "backward", "fn_gradient", "coefficients")
@@ -209,11 +210,7 @@ def _check(bf16: tuple[Tensor | None, ...], fp32: tuple[Tensor | None, ...], str
             f"mhc.site: provider 'hopper' takes at least one token of 4 streams of a width that is a multiple of "
             f"{BLOCK}, got {list(streams.shape)}; choose 'ref'"
         )
-    if torch.cuda.get_device_capability(streams.device) != (9, 0):
-        raise ValueError(
-            f"mhc.site: provider 'hopper' needs compute capability 9.0, "
-            f"{torch.cuda.get_device_name(streams.device)} has {torch.cuda.get_device_capability(streams.device)}"
-        )
+    check_hopper("mhc.site", "hopper", streams.device, "triton")
 
 
 def site(

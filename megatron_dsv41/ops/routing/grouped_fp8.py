@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_dsv41.ops.hopper_checks import check_hopper
 from megatron_dsv41.ops.quant.triton_scaled import scaled_rows, scaled_transposes
 from megatron_dsv41.ops.routing import grouped
 
 MULTIPLE = 16  # bytes that the tensor cores' operands are aligned to
-CAPABILITY = (9, 0)  # the one that torch's row-scaled grouped product is built for
 
 
 def experts(
@@ -34,12 +34,8 @@ def experts(
     """
     if x_PD.dtype != torch.bfloat16:
         raise ValueError(f"routing.experts: provider 'grouped_fp8' takes bfloat16, got {x_PD.dtype}; choose 'grouped'")
-    here = torch.cuda.get_device_capability(x_PD.device) if x_PD.is_cuda else CAPABILITY
-    if here != CAPABILITY:
-        raise ValueError(
-            "routing.experts: provider 'grouped_fp8' runs on compute capability 9.0, this GPU has "
-            f"{here[0]}.{here[1]}; choose 'grouped'"
-        )
+    if x_PD.is_cuda:  # torch's row-scaled grouped product is built for Hopper alone
+        check_hopper("routing.experts", "grouped_fp8", x_PD.device, "grouped")
     if w2.shape[1] % MULTIPLE or w2.shape[2] % MULTIPLE:
         raise ValueError(
             f"routing.experts: provider 'grouped_fp8' takes weights of multiples of {MULTIPLE}, got {list(w2.shape)}; "
