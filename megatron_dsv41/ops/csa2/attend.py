@@ -1,4 +1,4 @@
-"""What the GPU providers of csa2.sparse_attend share: the autograd node around a forward and a backward kernel."""
+"""What the GPU providers of csa2.sparse_attend share: the call, and the autograd node around its kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron_dsv41.ops.csa2.checks import check_attend
+from megatron_dsv41.ops.hopper_checks import check_hopper
 from megatron_dsv41.ops.rope.triton_rotate import check_owned, rotate_owned
 
 
@@ -83,27 +85,71 @@ class SparseAttention(torch.autograd.Function):
         return None, None, grad_q, grad_window.to(window_kv.dtype), grad_keys, None, grad_sink, None, None, None
 
 
-def attend(
-    forward: Forward, backward: Backward, teacher_kernel: Teacher,
-    q_THD: Tensor, window_kv_JD: Tensor, compressed_kv_CD: Tensor | None, topk_TK: Tensor | None, sink_H: Tensor,
-    window_start_T: Tensor, window_offset: int, scale: float, window: int, teacher: bool, deterministic: bool | None,
-    turn: tuple[Tensor, Tensor] | None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`ref.sparse_attend` by the given kernels. With `turn`, q is turned where it lies: its memory is overwritten."""
-    topk = q_THD.new_empty(q_THD.shape[0], 0, dtype=torch.int32) if topk_TK is None else topk_TK.contiguous()
-    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    num_tokens, num_heads, dim = q_THD.shape
-    problem = Problem(num_tokens, num_heads, dim, window, topk.shape[1], window_offset, scale, deterministic)
-    q = q_THD.contiguous()
-    if turn is not None:
-        check_owned("csa2.sparse_attend with turn", q)  # from the node below on, q has other values
-    out, lse = SparseAttention.apply(
-        (forward, backward), problem, q, window_kv_JD.contiguous(), compressed_kv_CD, topk, sink_H, window_start_T,
-        *(turn or (None, None)),
-    )  # fmt: skip
-    if not teacher:
-        return out
-    if compressed_kv_CD is None:
-        return out, q.new_zeros(q.shape[0], 0, dtype=torch.float32)
-    with torch.no_grad():
-        return out, teacher_kernel(problem, q, compressed_kv_CD.to(q.dtype).contiguous(), topk, lse)
+@dataclasses.dataclass(frozen=True)
+class Provider:
+    """A GPU provider of csa2.sparse_attend: its kernels, and the numbers of channels and heads that they take.
+
+    hopper: they run on compute capability 9.0 alone. repeatable: gradients can be deterministic.
+    """
+
+    name: str
+    forward: Forward
+    backward: Backward
+    teacher: Teacher
+    dims: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
+    heads: range = range(1, 65)
+    hopper: bool = False
+    repeatable: bool = True
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        window_kv_JD: Tensor,
+        compressed_kv_CD: Tensor | None,
+        topk_TK: Tensor | None,
+        sink_H: Tensor,
+        window_start_T: Tensor,
+        window_offset: int,
+        scale: float,
+        *,
+        window: int,
+        teacher: bool = False,
+        deterministic: bool | None = None,
+        turn: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`ref.sparse_attend` on a CUDA device: bf16 q and latents, fp32 accumulation (SPEC 8.7).
+
+        `deterministic` (default: torch.are_deterministic_algorithms_enabled()) makes every gradient bitwise repeatable,
+        at the price of partial rows in memory. compressed_kv may be fp32; its gradient is then fp32 too. With `turn`,
+        q is turned where it lies: its memory is overwritten. ValueError: dtypes, devices, sizes or a request for
+        deterministic gradients that the kernels cannot serve.
+        """
+        deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        check_attend(
+            self.name, q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H, window_start_T, self.dims, self.heads
+        )
+        self._check_use(q_THD.device, deterministic)
+        topk = q_THD.new_empty(q_THD.shape[0], 0, dtype=torch.int32) if topk_TK is None else topk_TK.contiguous()
+        num_tokens, num_heads, dim = q_THD.shape
+        problem = Problem(num_tokens, num_heads, dim, window, topk.shape[1], window_offset, scale, deterministic)
+        q = q_THD.contiguous()
+        if turn is not None:
+            check_owned("csa2.sparse_attend with turn", q)  # from the node below on, q has other values
+        out, lse = SparseAttention.apply(
+            (self.forward, self.backward), problem, q, window_kv_JD.contiguous(), compressed_kv_CD, topk, sink_H,
+            window_start_T, *(turn or (None, None)),
+        )  # fmt: skip
+        if not teacher:
+            return out
+        if compressed_kv_CD is None:
+            return out, q.new_zeros(q.shape[0], 0, dtype=torch.float32)
+        with torch.no_grad():
+            return out, self.teacher(problem, q, compressed_kv_CD.to(q.dtype).contiguous(), topk, lse)
+
+    def _check_use(self, device: torch.device, deterministic: bool) -> None:
+        if self.hopper:
+            check_hopper("csa2.sparse_attend", self.name, device, "triton")
+        if deterministic and not self.repeatable:
+            raise ValueError(
+                f"csa2.sparse_attend: provider {self.name!r} has no deterministic gradients; 'hopper' and 'triton' have"
+            )

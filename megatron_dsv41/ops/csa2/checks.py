@@ -21,10 +21,10 @@ def check_attend(
     topk_TK: Tensor | None,
     sink_H: Tensor,
     window_start_T: Tensor,
-    dims: tuple[int, ...] = (16, 32, 64, 128, 256, 512),
-    heads: range = range(1, 65),
+    dims: tuple[int, ...],
+    heads: range,
 ) -> None:
-    """ValueError unless sparse_attend's tensors suit the kernels of `provider`."""
+    """ValueError unless sparse_attend's tensors suit the kernels of `provider`, which take such `dims` and `heads`."""
     want = f"csa2.sparse_attend: provider {provider!r} takes"
     for name, tensor in (("q", q_THD), ("window_kv", window_kv_JD), ("compressed_kv", compressed_kv_CD)):
         if tensor is None:

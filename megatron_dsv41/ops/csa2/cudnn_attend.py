@@ -1,7 +1,8 @@
 """Provider "cudnn" of csa2.sparse_attend: our Hopper forward, cuDNN-frontend's SM90 backward (optional packages).
 
 cuDNN-frontend takes one table of rows: the latents are concatenated and the window becomes indices. Its kernels are
-compiled at the first backward, in some ten seconds for every number of heads and of slots.
+compiled at the first backward, in some ten seconds for every number of heads and of slots. They sum the latents'
+gradients by atomics and hand them out in bf16, a wide compressed_kv's too.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_dsv41.ops.csa2 import hopper_attend, triton_attend
-from megatron_dsv41.ops.csa2.attend import Problem, attend, slot_table
-from megatron_dsv41.ops.csa2.checks import check_attend
-from megatron_dsv41.ops.hopper_checks import check_hopper
+from megatron_dsv41.ops.csa2.attend import Problem, Provider, slot_table
 
 try:
     from cudnn.deepseek_sparse_attention import sparse_attention_backward_wrapper
@@ -42,34 +41,7 @@ def backward(
     return grads["dq"], grad_rows[: len(window_kv)], grad_rows[len(window_kv) :], delta
 
 
-def sparse_attend(
-    q_THD: Tensor,
-    window_kv_JD: Tensor,
-    compressed_kv_CD: Tensor | None,
-    topk_TK: Tensor | None,
-    sink_H: Tensor,
-    window_start_T: Tensor,
-    window_offset: int,
-    scale: float,
-    *,
-    window: int,
-    teacher: bool = False,
-    deterministic: bool | None = None,
-    turn: tuple[Tensor, Tensor] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`ref.sparse_attend` with cuDNN's backward: 2 to 64 heads of 512 channels in bf16 on SM90; forward by "hopper".
-
-    A wide compressed_kv gets a gradient of its dtype with the precision of bf16. ValueError: dtypes, devices or sizes
-    that the kernels do not take, and `deterministic` (default: torch.are_deterministic_algorithms_enabled()), since
-    the latents' gradients are summed by atomics.
-    """
-    check_attend("cudnn", q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H, window_start_T, (512,), range(2, 65))
-    check_hopper("csa2.sparse_attend", "cudnn", q_THD.device, "triton")
-    if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
-        raise ValueError(
-            "csa2.sparse_attend: provider 'cudnn' has no deterministic gradients on SM90; 'hopper' and 'triton' have"
-        )
-    return attend(
-        hopper_attend.forward, backward, triton_attend.teacher_probabilities, q_THD, window_kv_JD, compressed_kv_CD,
-        topk_TK, sink_H, window_start_T, window_offset, scale, window, teacher, deterministic, turn,
-    )  # fmt: skip
+sparse_attend = Provider(
+    "cudnn", hopper_attend.forward, backward, triton_attend.teacher_probabilities,
+    dims=(512,), heads=range(2, 65), hopper=True, repeatable=False,
+)  # fmt: skip

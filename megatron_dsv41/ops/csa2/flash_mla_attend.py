@@ -10,8 +10,7 @@ from flash_mla import flash_mla_sparse_fwd
 from torch import Tensor
 
 from megatron_dsv41.ops.csa2 import triton_attend
-from megatron_dsv41.ops.csa2.attend import Problem, attend, slot_table
-from megatron_dsv41.ops.csa2.checks import check_attend
+from megatron_dsv41.ops.csa2.attend import Problem, Provider, slot_table
 
 SLOT_BLOCK = 128
 
@@ -28,26 +27,7 @@ def forward(
     return out, torch.where(lse == torch.inf, sink.expand_as(lse), torch.logaddexp(lse, sink.expand_as(lse)))
 
 
-def sparse_attend(
-    q_THD: Tensor,
-    window_kv_JD: Tensor,
-    compressed_kv_CD: Tensor | None,
-    topk_TK: Tensor | None,
-    sink_H: Tensor,
-    window_start_T: Tensor,
-    window_offset: int,
-    scale: float,
-    *,
-    window: int,
-    teacher: bool = False,
-    deterministic: bool | None = None,
-    turn: tuple[Tensor, Tensor] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`ref.sparse_attend` with FlashMLA's forward: 64 heads of 512 channels in bf16 on SM90; gradients by "triton"."""
-    check_attend(
-        "flash_mla", q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H, window_start_T, (512,), range(64, 65)
-    )
-    return attend(
-        forward, triton_attend.backward, triton_attend.teacher_probabilities, q_THD, window_kv_JD, compressed_kv_CD,
-        topk_TK, sink_H, window_start_T, window_offset, scale, window, teacher, deterministic, turn,
-    )  # fmt: skip
+sparse_attend = Provider(
+    "flash_mla", forward, triton_attend.backward, triton_attend.teacher_probabilities,
+    dims=(512,), heads=range(64, 65),
+)  # fmt: skip

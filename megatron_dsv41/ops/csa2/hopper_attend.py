@@ -1,7 +1,7 @@
 """Joint sparse attention in CUDA for Hopper: provider "hopper" of csa2.sparse_attend.
 
-The kernels are compiled at the first call, in a few seconds each. They keep one CTA on every multiprocessor, which
-takes one token after the other.
+512 channels; up to 64 heads, always padded to 64. The kernels are compiled at the first call, in a few seconds each.
+They keep one CTA on every multiprocessor, which takes one token after the other.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_dsv41.ops.csa2 import triton_attend
-from megatron_dsv41.ops.csa2.attend import Problem, attend
-from megatron_dsv41.ops.csa2.checks import check_attend
+from megatron_dsv41.ops.csa2.attend import Problem, Provider
 from megatron_dsv41.ops.cuda_kernels import launch
-from megatron_dsv41.ops.hopper_checks import check_hopper
 
 TABLES, FORWARD, BACKWARD = (
     Path(__file__).with_name(f"hopper_{part}.cu") for part in ("tables", "forward", "backward")
@@ -113,28 +111,4 @@ def entry_order(topk: Tensor, num_entries: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(chosen, torch.arange(num_entries + 1, dtype=small, device=topk.device))
 
 
-def sparse_attend(
-    q_THD: Tensor,
-    window_kv_JD: Tensor,
-    compressed_kv_CD: Tensor | None,
-    topk_TK: Tensor | None,
-    sink_H: Tensor,
-    window_start_T: Tensor,
-    window_offset: int,
-    scale: float,
-    *,
-    window: int,
-    teacher: bool = False,
-    deterministic: bool | None = None,
-    turn: tuple[Tensor, Tensor] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`ref.sparse_attend` on Hopper: 512 channels, up to 64 heads (always padded to 64).
-
-    ValueError: dtypes, devices or sizes that the kernels do not take. See triton_attend for `deterministic`.
-    """
-    check_attend("hopper", q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H, window_start_T, (512,))
-    check_hopper("csa2.sparse_attend", "hopper", q_THD.device, "triton")
-    return attend(
-        forward, backward, triton_attend.teacher_probabilities, q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H,
-        window_start_T, window_offset, scale, window, teacher, deterministic, turn,
-    )  # fmt: skip
+sparse_attend = Provider("hopper", forward, backward, triton_attend.teacher_probabilities, dims=(512,), hopper=True)

@@ -17,8 +17,7 @@ import triton
 from torch import Tensor
 
 from megatron_dsv41.ops.csa2 import triton_attend_kernels as kernels
-from megatron_dsv41.ops.csa2.attend import Problem, attend
-from megatron_dsv41.ops.csa2.checks import check_attend
+from megatron_dsv41.ops.csa2.attend import Problem, Provider
 
 LOG2E = 1.4426950408889634
 COMPILED_TOPK = 1024  # up to here, the number of slots does not compile the kernels anew
@@ -148,29 +147,4 @@ def backward_entries_in_order(problem: Problem, q, grad_out, topk, p, ds, grad_k
         )
 
 
-def sparse_attend(
-    q_THD: Tensor,
-    window_kv_JD: Tensor,
-    compressed_kv_CD: Tensor | None,
-    topk_TK: Tensor | None,
-    sink_H: Tensor,
-    window_start_T: Tensor,
-    window_offset: int,
-    scale: float,
-    *,
-    window: int,
-    teacher: bool = False,
-    deterministic: bool | None = None,
-    turn: tuple[Tensor, Tensor] | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`ref.sparse_attend` on a CUDA device: bf16 q and latents, fp32 accumulation, up to 64 heads (SPEC 8.7).
-
-    `deterministic` (default: torch.are_deterministic_algorithms_enabled()) makes every gradient bitwise repeatable, at
-    the price of partial rows in memory. compressed_kv may be fp32; its gradient is then fp32 too. ValueError: dtypes,
-    devices or sizes that the kernels do not take.
-    """
-    check_attend("triton", q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H, window_start_T)
-    return attend(
-        forward, backward, teacher_probabilities, q_THD, window_kv_JD, compressed_kv_CD, topk_TK, sink_H,
-        window_start_T, window_offset, scale, window, teacher, deterministic, turn,
-    )  # fmt: skip
+sparse_attend = Provider("triton", forward, backward, teacher_probabilities)

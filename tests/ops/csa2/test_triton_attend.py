@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_dsv41.ops import registry
 from megatron_dsv41.ops.csa2 import ref
-from megatron_dsv41.ops.csa2.attend import attend
+from megatron_dsv41.ops.csa2.attend import Problem, SparseAttention
 from megatron_dsv41.ops.csa2.triton_attend import output_dots
 from megatron_dsv41.ops.rope import ref as rope
 
@@ -271,13 +271,15 @@ def test_the_node_turns_queries_and_their_gradient(offset):
     inputs |= {name: inputs[name].float() for name in LEAVES}
     grad_out = torch.randn(inputs["q_THD"].shape, generator=torch.Generator().manual_seed(7)).to(DEVICE)
 
-    def function(*args, window, turn):
-        return attend(Exact.forward, Exact.backward, None, *args, window, False, None, turn)
+    def function(
+        q, window_kv_JD, compressed_kv_CD, topk_TK, sink_H, window_start_T, window_offset, scale, *, window, turn
+    ):
+        problem = Problem(*q.shape, window, topk_TK.shape[1], window_offset, scale, False)
+        latents = (window_kv_JD, compressed_kv_CD)
+        kernels = (Exact.forward, Exact.backward)
+        return SparseAttention.apply(kernels, problem, q, *latents, topk_TK, sink_H, window_start_T, *turn)[0]
 
-    def call(*, window, turn, **inputs):
-        return function(*inputs.values(), window=window, turn=turn)
-
-    found = run(turned(lambda q, **rest: call(q_THD=q, **rest)), inputs, grad_out)
+    found = run(turned(function), inputs, grad_out)
     truth = run(turned(ref.sparse_attend), inputs, grad_out, torch.float64)
     assert all(error(a, b) < 1e-5 for a, b in zip(found[:4], truth[:4], strict=True))
 
