@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parsers[name].add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     run = parsers["run"].add_argument
     run("--cells", metavar="GLOB", default="*", help="only cells whose name matches, such as 'base-d8-*'")
-    run("--slots", type=int, help="cells at a time (default: GPUs / hardware.ranks, on CPUs 1)")
+    run(
+        "--slots",
+        type=int,
+        help="cells at a time (default: GPUs / hardware.ranks, on CPUs 1); cells of one rank share GPUs beyond that",
+    )
     run("--launcher", choices=("auto", "srun"), default="auto", help="auto: python or torchrun on this machine")
     run("--slurm", action="store_true", help="write one Slurm script per unfinished cell instead of running")
     run("--submit", action="store_true", help="with --slurm: also sbatch them")
@@ -51,7 +55,9 @@ def _plan(args: argparse.Namespace, ladder: Ladder) -> int:
 
 
 def _run(args: argparse.Namespace, ladder: Ladder) -> int:
+    from megatron_dsv41.cli.plan import layout_of
     from megatron_dsv41.experiments.collect import start_facts
+    from megatron_dsv41.experiments.ladder_plan import check_sharing
     from megatron_dsv41.experiments.ladder_run import Machine, Runner
     from megatron_dsv41.experiments.ladder_tracking import track_cell
 
@@ -65,6 +71,8 @@ def _run(args: argparse.Namespace, ladder: Ladder) -> int:
     if devices and len(devices) < ranks:
         raise ValueError(f"hardware.ranks {ranks} exceeds the {len(devices)} GPUs of this machine")
     machine = Machine(slots=args.slots or max(1, len(devices) // ranks), devices=devices, launcher=args.launcher)
+    if devices and ranks == 1 and machine.slots > len(devices):
+        check_sharing(ladder, cells, layout_of, -(-machine.slots // len(devices)))
     failed = Runner(
         ladder,
         machine,

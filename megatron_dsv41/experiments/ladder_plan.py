@@ -112,3 +112,20 @@ def _problems(ladder: Ladder, rows: Sequence[dict[str, Any]]) -> list[str]:
         for row in rows
         if limit is not None and row["memory_bytes"] > limit * 1e9
     ]
+
+
+def check_sharing(
+    ladder: Ladder, cells: Sequence[PlannedCell], layout_of: Callable[[Run, int], Layout], sharers: int
+) -> None:
+    """ValueError unless any `sharers` cells fit into hardware.memory_gb together. layout_of: as of `describe_cell`."""
+    limit = ladder.hardware.memory_gb
+    if limit is None:
+        raise ValueError(f"{sharers} cells on one GPU: hardware.memory_gb must say what it has, to see that they fit")
+    rows = [describe_cell(ladder, cell, layout_of) for cell in cells]
+    rows = sorted(rows, key=lambda row: row["memory_bytes"], reverse=True)[:sharers]
+    total = sum(row["memory_bytes"] for row in rows)
+    if total > limit * 1e9:
+        raise ValueError(
+            f"{sharers} cells on one GPU need up to {total / 1e9:.3g} GB ({', '.join(row['cell'] for row in rows)}), "
+            f"hardware.memory_gb is {limit:g}: lower --slots"
+        )

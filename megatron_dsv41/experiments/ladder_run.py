@@ -30,7 +30,10 @@ Launcher = Literal["auto", "srun"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where cells run: how many at a time, on which GPUs (none: on CPUs), started how."""
+    """Where cells run: how many at a time, on which GPUs (none: on CPUs), started how.
+
+    Cells of one rank share GPUs in turn where there are more slots; others have their GPUs to themselves.
+    """
 
     slots: int = 1
     devices: tuple[str, ...] = ()  # values for CUDA_VISIBLE_DEVICES
@@ -39,6 +42,12 @@ class Machine:
     def __post_init__(self) -> None:
         if self.slots < 1:
             raise ValueError(f"--slots must be at least 1, got {self.slots}")
+
+    def gpus(self, slot: int, ranks: int) -> tuple[str, ...]:
+        """Those of a slot's cell, which has so many ranks."""
+        if ranks == 1:
+            return (self.devices[slot % len(self.devices)],)
+        return self.devices[slot * ranks : (slot + 1) * ranks]
 
 
 @dataclasses.dataclass
@@ -62,9 +71,10 @@ class Runner:
         finished: Callable[[PlannedCell], None],
         say: Callable[[str], None] = print,
     ):
-        if machine.devices and len(machine.devices) < machine.slots * ladder.hardware.ranks:
+        ranks = ladder.hardware.ranks
+        if machine.devices and ranks > 1 and len(machine.devices) < machine.slots * ranks:
             raise ValueError(
-                f"{machine.slots} slots of hardware.ranks {ladder.hardware.ranks} need more GPUs than the "
+                f"{machine.slots} slots of hardware.ranks {ranks} need more GPUs than the "
                 f"{len(machine.devices)} here: lower --slots"
             )
         self.ladder, self.machine, self.facts = ladder, machine, facts
@@ -143,7 +153,7 @@ class Runner:
             "PYTHONUNBUFFERED": "1",
         }
         if self.machine.devices:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.machine.devices[slot * ranks : (slot + 1) * ranks])
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.machine.gpus(slot, ranks))
         return environment
 
     def _reap(self) -> list[str]:

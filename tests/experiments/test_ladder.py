@@ -6,7 +6,8 @@ from megatron_dsv41.cli.plan import layout_of
 from megatron_dsv41.experiments.flops import flops_per_token
 from megatron_dsv41.experiments.ladder import Ladder, load_ladder
 from megatron_dsv41.experiments.ladder_cells import cells_of, plan_cells
-from megatron_dsv41.experiments.ladder_plan import describe_ladder
+from megatron_dsv41.experiments.ladder_plan import check_sharing, describe_ladder
+from megatron_dsv41.experiments.ladder_run import Machine, Runner
 from megatron_dsv41.run_config import load_run
 from megatron_dsv41.typed_yaml import build
 
@@ -117,6 +118,30 @@ def test_the_plan_adds_up():
         assert n["prefill"] < n["active"] < n["backbone"] < n["total"]
         assert n["non_embedding"] < n["backbone"]
         assert sum(rung["by_kind"].values()) == n["total"]
+
+
+def runner(machine: Machine, **changes):
+    return Runner(ladder(**changes), machine, facts={}, digest=str, finished=str)
+
+
+def test_cells_of_one_rank_share_gpus_in_turn_and_others_do_not():
+    cards = ("0", "1", "2")
+    runner(shared := Machine(slots=7, devices=cards))
+    assert [shared.gpus(slot, 1) for slot in range(7)] == [(card,) for card in (*cards, *cards, "0")]
+    with pytest.raises(ValueError, match=r"2 slots of hardware\.ranks 2 need more GPUs than the 3 here"):
+        runner(Machine(slots=2, devices=cards), hardware={"ranks": 2})
+    assert Machine(slots=2, devices=(*cards, "3")).gpus(1, 2) == ("2", "3")
+
+
+def test_cells_that_share_a_gpu_must_fit_it_together():
+    cells = plan_cells(ladder())
+    sizes = sorted((row["memory_bytes"] for row in describe_ladder(ladder(), cells, layout_of)["cells"]), reverse=True)
+    largest = sum(sizes[:3]) / 1e9
+    check_sharing(ladder(hardware={"memory_gb": 1.001 * largest}), cells, layout_of, 3)
+    with pytest.raises(ValueError, match=r"3 cells on one GPU need up to .* GB .*: lower --slots"):
+        check_sharing(ladder(hardware={"memory_gb": 0.999 * largest}), cells, layout_of, 3)
+    with pytest.raises(ValueError, match="hardware.memory_gb must say"):
+        check_sharing(ladder(), cells, layout_of, 2)
 
 
 @pytest.mark.parametrize(
