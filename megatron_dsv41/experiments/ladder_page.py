@@ -1,10 +1,9 @@
-"""One HTML page per ladder, readable offline: tables, pictures (inside the page), run files and wandb links."""
+"""One HTML page per ladder, complete without other files: tables, pictures, the cells' run files, wandb links."""
 
 from __future__ import annotations
 
 import base64
 import html
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,8 @@ def write_page(
     pictures: Sequence[Path],
     path: Path,
 ) -> None:
-    """Write the page beside the ladder's other files."""
+    """Write the page. Run files are those in the ladder's folder; a cell without one has none on the page either."""
+    configs = _run_files(ladder, rows)
     parts = [
         f"<h1>Ladder {html.escape(ladder.name)}</h1>",
         f"<p>{len(rows)} finished cells; depths {', '.join(map(str, ladder.depths))}; seeds "
@@ -43,7 +43,8 @@ def write_page(
         "<h2>Pictures</h2>",
         *(_image(picture) for picture in pictures if picture.suffix == ".png"),
         "<h2>Cells</h2>",
-        _table(_cell_rows(ladder, rows, path.parent)),
+        _table(_cell_rows(ladder, rows, configs)),
+        *(["<h2>Run files</h2>", *map(_run_file, configs.items())] if configs else []),
     ]
     title = html.escape(ladder.name)
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
@@ -93,17 +94,26 @@ def _arm_rows(arms: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def _cell_rows(ladder: Ladder, rows: Sequence[Row], folder: Path) -> Iterable[dict[str, str]]:
+def _run_files(ladder: Ladder, rows: Sequence[Row]) -> dict[str, str]:
+    files = {row.cell: Path(ladder.folder) / "configs" / f"{row.cell}.yaml" for row in rows}
+    return {cell: file.read_text() for cell, file in files.items() if file.is_file()}
+
+
+def _run_file(named: tuple[str, str]) -> str:
+    cell, text = map(html.escape, named)
+    return f'<details id="{cell}"><summary>{cell}</summary><pre>{text}</pre></details>'
+
+
+def _cell_rows(ladder: Ladder, rows: Sequence[Row], configs: dict[str, str]) -> Iterable[dict[str, str]]:
     logging = build(Logging, ladder.base.get("logging", {}), "base.logging")
     for row in rows:
         values = flat_row(row)
         shown = {key: _short(values[key]) for key in ("n_active", "n_total", "tokens", "flops", "loss", "lr")}
-        run_file = Path(ladder.folder) / "configs" / f"{row.cell}.yaml"
-        wandb = row.wandb_id or ""
+        cell, wandb = html.escape(row.cell), row.wandb_id or ""
         if row.wandb_id and logging.wandb == "online" and logging.entity:
             wandb = f'<a href="https://wandb.ai/{logging.entity}/{logging.project}/runs/{row.wandb_id}">{wandb}</a>'
         yield {
-            "": f'<a href="{html.escape(os.path.relpath(run_file, folder))}">{html.escape(row.cell)}</a>',
+            "": f'<a href="#{cell}">{cell}</a>' if row.cell in configs else cell,
             **shown,
             "commit": (row.commit or "")[:10],
             "config": row.config_digest[:8],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import re
 from pathlib import Path
 
 from megatron_dsv41.cli.ladder_fits import print_fits, print_predictions
@@ -27,6 +28,9 @@ def test_everything_is_drawn_and_tied_together(tmp_path):
     arm = [FIT.row(n, 20 * n, FIT.loss_of(n, 20 * n) * 1.01, arm="worse", size=20.0) for n in FIT.SIZES[:3]]
     profiles = [dataclasses.replace(row, loss=FIT.loss_of(row.n["active"], row.tokens)) for row in FIT.iso_rows()]
     rows = [*FIT.ladder_rows(), *arm, *profiles]
+    run_file = tmp_path / "configs" / f"{rows[0].cell}.yaml"
+    run_file.parent.mkdir()
+    run_file.write_text("model: <tiny>\n")
     written = write_report(ladder, [], rows)
     names = {path.name for path in written}
     pictures = ("curves", "loss_nd_active", "loss_c", "prediction_largest_rung", "prediction_each_point", "arms")
@@ -34,7 +38,10 @@ def test_everything_is_drawn_and_tied_together(tmp_path):
     assert all(path.stat().st_size > 1000 for path in written)
     page = (tmp_path / "index.html").read_text()
     assert page.count("data:image/png;base64,") == sum(name.endswith(".png") for name in names)
-    assert rows[0].cell in page and "http" not in page.replace("http://www.w3.org", "")  # readable offline
+    assert "http" not in page.replace("http://www.w3.org", "")  # readable offline
+    assert re.findall('href="([^"]*)"', page) == [f"#{rows[0].cell}"]  # complete without other files
+    assert f'<details id="{rows[0].cell}">' in page and "<pre>model: &lt;tiny&gt;\n</pre>" in page
+    assert all(f"<td>{row.cell}</td>" in page for row in rows[1:])
 
 
 def test_tables_hold_intervals_and_refusals(capsys):
