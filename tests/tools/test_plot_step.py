@@ -13,6 +13,13 @@ def test_every_kernel_counts_once():
     assert (took["head products"], took["dense linears"], took["sparse attention"]) == (1.0, 2.0, 4.0)
 
 
+def test_instances_of_templates_count_to_their_components():
+    """The profiler writes their types and arguments."""
+    names = ("attend_backward<false, 4>", "site_forward<true, 5120>", "fn_gradient<4>", "sum_gradients<384>")
+    took = plot_step.components({f"void {name}(unsigned short const*, int)": 1.0 for name in names})
+    assert (took["sparse attention"], took["mHC"]) == (1.0, 3.0)
+
+
 def test_floors_by_hand(tmp_path):
     config = presets.PRESETS["proxy"]()
     least = plot_step.floors(config, {"ms": 200.0, "tokens/s": 20480.0}, tflops=1000.0, tbps=1.0)
