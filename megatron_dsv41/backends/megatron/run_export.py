@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_dsv41.backends.megatron.run_source import RunSource, check_origin, origin_of
 from megatron_dsv41.checkpoint.convert import export_checkpoint
-from megatron_dsv41.checkpoint.jobs import work_folder
+from megatron_dsv41.checkpoint.jobs import ALONE, work_folder
 from megatron_dsv41.checkpoint.pieces import GIB, Effort
 from megatron_dsv41.checkpoint.team import Team
 from megatron_dsv41.run_config import Run
@@ -17,22 +17,35 @@ RANK_MEMORY = 2 * GIB  # of an export while training, as `Effort` counts it: hal
 
 
 def export_run(
-    folder: str | Path, dst: str | Path, *, step: int | None = None, like: str | Path | None = None, **options: Any
+    folder: str | Path,
+    dst: str | Path,
+    *,
+    step: int | None = None,
+    like: str | Path | None = None,
+    team: Team = ALONE,
+    **options: Any,
 ) -> tuple[int, str | None]:
     """Export the newest complete checkpoint, or that of `step`, the tokenizer of the run's data beside it.
 
     like: where the model came from, default what the run started from. options: of `export_checkpoint`. Returns the
-    step, and why the tokenizer is not there (None: it is).
+    step, and why the tokenizer is not there (None: it is). Collective over the team, of which one process looks at
+    the run and its origin.
     """
-    source = RunSource(folder, step)
-    try:
-        tokenizer, missing = source.tokenizer_files(), None
-    except ValueError as error:  # the weights are exported all the same; the run's data may lie elsewhere by now
-        tokenizer, missing = [], str(error)
-    if like is None:
-        like = origin_of(folder)
-        check_origin(like, folder)
-    export_checkpoint(source, dst, config=source.config, like=like, beside=tokenizer, **options)
+
+    def find() -> tuple[RunSource, list[Path], str | None, str | Path | None]:
+        source = RunSource(folder, step)
+        try:
+            tokenizer, missing = source.tokenizer_files(), None
+        except ValueError as error:  # the weights are exported all the same; the run's data may lie elsewhere by now
+            tokenizer, missing = [], str(error)
+        origin = like
+        if origin is None:
+            origin = origin_of(folder)
+            check_origin(origin, folder)
+        return source, tokenizer, missing, origin
+
+    source, tokenizer, missing, origin = team.first(find)
+    export_checkpoint(source, dst, config=source.config, like=origin, beside=tokenizer, team=team, **options)
     return source.step, missing
 
 

@@ -60,6 +60,26 @@ def train_and_count(folder, *overrides):
     return sum(read)
 
 
+def export_and_count(run, dst):
+    """On a rank: how often it looks for the run."""
+    from megatron_dsv41.backends.megatron import run_export
+    from megatron_dsv41.checkpoint.team import Team
+
+    looked = []
+
+    class Counted(RunSource):
+        def __init__(self, *place):
+            looked.append(place)
+            super().__init__(*place)
+
+        def __reduce_ex__(self, protocol):
+            return RunSource.__new__, (RunSource,), self.__dict__
+
+    run_export.RunSource = Counted
+    export_run(run, dst, storage="bf16", team=Team.of_world())
+    return len(looked)
+
+
 def drop_negative_zeros(tensors) -> None:
     """An update by zero makes them positive."""
     for tensor in tensors.values():
@@ -100,6 +120,8 @@ def test_a_run_starts_from_another_as_from_its_export(home):
     settings = (*work, "parallel.ep=2", "parallel.engram=2", f"checkpoint.folder={first}")
     assert run_ranks(train, 2, home, *settings) == [0, 0]
     assert export_run(first, exported, storage="bf16")[0] == 2
+    assert run_ranks(export_and_count, 2, first, home / "together") == [1, 0]  # one rank looks for the run
+    assert folder_bytes(home / "together") == folder_bytes(exported)
     bytes_read = {}
     for start in (first, exported):
         settings = (*work, "parallel.pp=2", f"checkpoint.folder={home / start.name}-on", f"train.init_from={start}")
