@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -33,10 +34,15 @@ def swiglu(gate: Tensor, up: Tensor | None, limit: float, weight: Tensor | None 
     """
     if up is None:
         gate, up = gate.chunk(2, -1)
-    hidden = F.silu(wide(gate).clamp(max=limit)) * wide(up).clamp(-limit, limit)
+    hidden = F.silu(_clamp(wide(gate), -math.inf, limit)) * _clamp(wide(up), -limit, limit)
     if weight is not None:
         hidden = hidden * weight[..., None]
     return hidden.to(gate.dtype)
+
+
+def _clamp(x: Tensor, low: float, high: float) -> Tensor:
+    """torch.clamp whose gradient passes at the limits: that of torch 2.11 does, too, that of 2.14 does not."""
+    return torch.where(x > high, high, torch.where(x < low, low, x))
 
 
 def spread_rows(x_TD: Tensor, place_TK: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
