@@ -1,6 +1,6 @@
 # `make` alone lists the targets. All of them create or reuse .venv in the checkout.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint format clean-demo
+.PHONY: help setup demo test test-triton test-slow test-gpu lint format clean-demo
 PY := .venv/bin/python
 BIN := .venv/bin
 SHELL := /bin/bash
@@ -21,6 +21,10 @@ demo: setup  ## train a small model on real text, interrupt and resume it, expor
 
 test: setup lint  ## lint, type check and every test that needs neither a GPU nor many minutes
 	@$(PYTEST) -m "not gpu and not slow" $(ARGS)
+	$(if $(ARGS),,@$(MAKE) --no-print-directory test-triton)
+
+test-triton: setup  ## the Triton kernels on the CPU, in Triton's interpreter
+	@TRITON_INTERPRET=1 $(PYTEST) -m "triton and not slow" $(or $(ARGS),tests/ops tests/testing)
 
 test-slow: setup  ## the tests that take minutes each: a ladder killed twice, coverage of its intervals
 	@$(PYTEST) -m "slow and not gpu" $(ARGS)

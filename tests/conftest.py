@@ -5,12 +5,22 @@ import os
 
 import pytest
 
+from megatron_dsv41.testing.interpreter import INTERPRETED, mend
+
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_configure():
+    if INTERPRETED:
+        mend()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.get_closest_marker("triton") and not INTERPRETED:
+            item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and (missing := _missing_gpus(item)):
             item.add_marker(pytest.mark.skip(reason=missing))
         if item.get_closest_marker("te") and importlib.util.find_spec("transformer_engine") is None:

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-# TRITON_INTERPRET=1 runs kernels on CPU tensors, slowly: correctness without a GPU.
+# TRITON_INTERPRET=1 runs kernels on CPU tensors, slowly: correctness without a GPU (`make test-triton`).
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 DTYPES = (torch.bfloat16, torch.float32)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
+
+from megatron_dsv41.ops.triton_checks import INTERPRETED
 
 
 def on_gpu(tensor: Tensor) -> bool:
     """Whether kernels can run on the tensor: CUDA, or Triton's interpreter, which runs kernels on the CPU."""
-    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return tensor.is_cuda or INTERPRETED
 
 
 def check_attend(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_dsv41.ops.csa2 import checks
 from megatron_dsv41.ops.csa2.attend import Problem, Provider, slot_table
 
 
@@ -35,7 +36,7 @@ def unreachable(*args):
     ],
 )
 def test_a_provider_refuses_what_its_kernels_do_not_do(monkeypatch, shape, capability, deterministic, message):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # tensors on the CPU are welcome
+    monkeypatch.setattr(checks, "INTERPRETED", True)  # tensors on the CPU are welcome
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a GPU")
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: True)

@@ -4,7 +4,6 @@ Runs on a CUDA device, or with TRITON_INTERPRET=1 on the CPU (Triton's kernels o
 """
 
 import importlib.util
-import os
 from typing import Any
 
 import pytest
@@ -16,10 +15,9 @@ from megatron_dsv41.ops.csa2 import ref
 from megatron_dsv41.ops.csa2.attend import Problem, SparseAttention
 from megatron_dsv41.ops.csa2.triton_attend import output_dots
 from megatron_dsv41.ops.rope import ref as rope
+from megatron_dsv41.testing.interpreter import DEVICE, INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [] if INTERPRETED else pytest.mark.gpu
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = pytest.mark.triton
 PROVIDERS = ["triton"]
 if not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
     PROVIDERS.append("hopper")

@@ -1,15 +1,12 @@
 """Provider "triton" of csa2.index_divergence against the definition. On CUDA, or with TRITON_INTERPRET=1 on the CPU."""
 
-import os
-
 import pytest
 import torch
 
 from megatron_dsv41.ops.csa2 import ref
+from megatron_dsv41.testing.interpreter import DEVICE
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [] if INTERPRETED else pytest.mark.gpu
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = pytest.mark.triton
 
 
 def case(tokens, heads, topk, dim, dtype, seed=0):

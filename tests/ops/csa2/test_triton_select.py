@@ -4,7 +4,6 @@ Scores that differ in the last bf16 bit (the definition sums heads in another or
 exact equality is asked on inputs whose arithmetic is exact, and equal score multisets elsewhere.
 """
 
-import os
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ import torch
 from megatron_dsv41.ops import registry
 from megatron_dsv41.ops.csa2 import ref
 from megatron_dsv41.ops.documents import documents_from_lengths
+from megatron_dsv41.testing.interpreter import DEVICE, INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [] if INTERPRETED else pytest.mark.gpu
+pytestmark = pytest.mark.triton
 REFERENCE = registry.load("csa2.select", "ref")
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def exact_case(lengths, ratio, heads, dim=16, seed=0) -> Any:

@@ -1,16 +1,14 @@
 """The gate in Triton against the definition. On CUDA, or with TRITON_INTERPRET=1 on the CPU."""
 
-import os
-
 import pytest
 import torch
 
 from megatron_dsv41.ops.engram import ref
 from megatron_dsv41.testing.bench import relative_error
+from megatron_dsv41.testing.interpreter import DEVICE, INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [] if INTERPRETED else pytest.mark.gpu
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = pytest.mark.triton
+SIZES = [(1, 64), *([(7, 1280), (40, 320)] if INTERPRETED else [(127, 5120), (4001, 320)])]
 
 
 def operands(tokens: int, dim: int, dtype: torch.dtype):
@@ -30,8 +28,8 @@ def run(function, leaves, open_gate):
     return out, *torch.autograd.grad(out, leaves, grad.to(out.device, out.dtype))
 
 
-@pytest.mark.parametrize(("tokens", "dim"), [(1, 64), (127, 5120), (40 if INTERPRETED else 4001, 320)])
-@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "dim"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_values_and_gradients(tokens: int, dim: int, dtype: torch.dtype):
     from megatron_dsv41.ops.engram import triton_gate
 
@@ -51,8 +49,8 @@ def test_values_and_gradients(tokens: int, dim: int, dtype: torch.dtype):
 def test_closed_and_zero_rows():
     from megatron_dsv41.ops.engram import triton_gate
 
-    inputs, _ = operands(40, 512, torch.bfloat16)
-    closed = torch.zeros(40, dtype=torch.bool, device=DEVICE)
+    inputs, _ = operands(9 if INTERPRETED else 40, 512, torch.bfloat16)
+    closed = torch.zeros(len(inputs[0]), dtype=torch.bool, device=DEVICE)
     out, of_x, of_key, of_value, *_ = run(triton_gate.gate, inputs, closed)
     assert torch.equal(out, inputs[0]) and not of_key.any() and not of_value.any() and of_x.isfinite().all()
 
@@ -60,6 +58,6 @@ def test_closed_and_zero_rows():
 def test_same_bits_every_run():
     from megatron_dsv41.ops.engram import triton_gate
 
-    inputs, open_gate = operands(96, 1024, torch.bfloat16)
+    inputs, open_gate = operands(9 if INTERPRETED else 96, 1024, torch.bfloat16)
     for a, b in zip(run(triton_gate.gate, inputs, open_gate), run(triton_gate.gate, inputs, open_gate), strict=True):
         assert torch.equal(a, b)

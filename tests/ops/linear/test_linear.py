@@ -1,7 +1,5 @@
 """Wide linears and block diagonals against plain products, forward and backward."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,11 +9,10 @@ from megatron_dsv41.ops.linear import ref, split
 from megatron_dsv41.ops.registry import load
 from megatron_dsv41.ops.rope import ref as rope
 from megatron_dsv41.testing.bench import relative_error
+from megatron_dsv41.testing.interpreter import DEVICE
 from megatron_dsv41.testing.operators import Operators
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-KERNELS = [] if INTERPRETED else pytest.mark.gpu
 
 
 def leaves(*shapes, dtype=torch.float64, device="cpu"):
@@ -93,9 +90,9 @@ def test_block_diagonal_turns_back_gradcheck():
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
-@pytest.mark.parametrize("provider", ["ref", pytest.param("triton", marks=KERNELS)])
+@pytest.mark.parametrize("provider", ["ref", pytest.param("triton", marks=pytest.mark.triton)])
 def test_block_diagonal_turns_back_with_the_bits_of_two_steps(tokens, provider):
-    device = "cpu" if provider == "ref" or INTERPRETED else "cuda"
+    device = "cpu" if provider == "ref" else DEVICE
     turn = rotary(tokens, 2, provider, device=device)
     x, weight = leaves((tokens, 6, 8), (3, 5, 16), dtype=torch.float32, device=device)
     seen = []

@@ -1,16 +1,18 @@
-"""E4M3 operands with scales, on a GPU: Triton's interpreter truncates where the GPU rounds to E4M3."""
+"""E4M3 operands with scales. On CUDA, or with TRITON_INTERPRET=1 on the CPU."""
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+from megatron_dsv41.testing.interpreter import DEVICE
+
+pytestmark = pytest.mark.triton
 HALF_STEP = 2.0**-4  # of E4M3, relative to a value
 
 
 def draw(*shape):
     generator = torch.Generator().manual_seed(0)
     spread = torch.rand(*shape, generator=generator) * 4
-    return (torch.randn(*shape, generator=generator) * 10**spread).to("cuda", torch.bfloat16)
+    return (torch.randn(*shape, generator=generator) * 10**spread).to(DEVICE, torch.bfloat16)
 
 
 def check(q, scale, want):
@@ -35,8 +37,8 @@ def test_rows(rows, columns):
 def test_factors_of_groups():
     from megatron_dsv41.ops.quant import triton_scaled
 
-    x, factors = draw(5, 80), torch.rand(3, 80, device="cuda") + 0.5
-    group = torch.tensor([0, 0, 2, 2, 2], device="cuda")
+    x, factors = draw(5, 80), torch.rand(3, 80, device=DEVICE) + 0.5
+    group = torch.tensor([0, 0, 2, 2, 2], device=DEVICE)
     check(*triton_scaled.scaled_rows(x, factors, group), x.float() * factors[group])
 
 

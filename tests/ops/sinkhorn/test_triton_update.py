@@ -1,17 +1,14 @@
 """The balanced update in Triton against the definition in fp64. On CUDA, or with TRITON_INTERPRET=1 on the CPU."""
 
-import os
-
 import pytest
 import torch
 
 from megatron_dsv41.ops.row_blocks import row_sparse
 from megatron_dsv41.ops.sinkhorn import ref
 from megatron_dsv41.ops.sinkhorn.triton_update import sinkhorn_update
+from megatron_dsv41.testing.interpreter import DEVICE, INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [] if INTERPRETED else pytest.mark.gpu
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = pytest.mark.triton
 
 
 def table(rows, cols, seed=0):
@@ -67,7 +64,6 @@ def test_the_step_itself_to_1e_6(rows):
     assert torch.equal(weight == 0, want == 0)  # rows under the threshold stay untouched
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter cuts bfloat16 off")
 def test_bf16_rounds_only_what_is_kept():
     grad = gradient("sparse", 301, 256)
     weight, momentum = table(301, 256, 2).bfloat16(), table(301, 256, 3).bfloat16()
