@@ -34,7 +34,7 @@ def block_scores(
     keys = tl.load(keys_ptr + tl.where(used, slot, 0)[:, None] * D + dim[None, :], mask=used[:, None], other=0.0)
     # Products of bf16 are exact in the fp32 sum; fp32 operands stay fp32.
     dots = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    score = tl.sum(weight[:, None] * tl.maximum(dots, 0.0), axis=0)
+    score = tl.sum(weight[:, None] * tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL), axis=0)
     teacher = tl.load(teacher_ptr + token * num_slots + place, mask=used, other=0.0)
     target = teacher / tl.maximum(mass, 1.1754943508222875e-38)
     return slot, used, keys, dots, score, target

@@ -28,7 +28,7 @@ def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
 @triton.jit
 def _gate(dot, is_open, FLOOR: tl.constexpr):
     """Sigmoid of the signed square root, 0 where closed; and the root."""
-    root = tl.sqrt(tl.maximum(tl.abs(dot), FLOOR))
+    root = tl.sqrt(tl.maximum(tl.abs(dot), FLOOR, propagate_nan=tl.PropagateNan.ALL))
     negative = dot.to(tl.int32, bitcast=True) < 0  # -0.0 too, as copysign has it
     return tl.where(is_open, tl.sigmoid(tl.where(negative, -root, root)), 0.0), root
 
@@ -115,7 +115,7 @@ def gate_backward_rows(
         of_gate = tl.reduce(dots, 0, _add4)
         for i in tl.static_range(4):
             dot, x_rms, key_rms, root = saved[i]
-            of_dot = tl.where(tl.abs(dot) >= FLOOR, of_gate[i] * gates[i] * (1.0 - gates[i]) * 0.5 / root, 0.0)
+            of_dot = tl.where(tl.abs(dot) < FLOOR, 0.0, of_gate[i] * gates[i] * (1.0 - gates[i]) * 0.5 / root)
             factors = factors_ptr + t * 4 + i
             tl.store(factors, of_dot * (SCALE * x_rms * key_rms))
             tl.store(factors + num_tokens * 4, of_dot * dot * x_rms * x_rms / D)

@@ -17,6 +17,12 @@ from megatron_dsv41.ops.triton_checks import check_tensors
 
 
 @triton.jit
+def _clamp(x, low, high):
+    """NaN stays."""
+    return tl.where(x > high, high, tl.where(x < low, low, x))
+
+
+@triton.jit
 def _forward(
     gate_ptr, up_ptr, weight_ptr, out_ptr, gate_stride, up_stride, size, limit,
     WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
@@ -25,9 +31,10 @@ def _forward(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < size
-    gate = tl.minimum(tl.load(gate_ptr + row * gate_stride + cols, mask=inside, other=0.0).to(tl.float32), limit)
+    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    gate = _clamp(gate, -float("inf"), limit)
     up = tl.load(up_ptr + row * up_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    hidden = gate * tl.sigmoid(gate) * tl.minimum(tl.maximum(up, -limit), limit)
+    hidden = gate * tl.sigmoid(gate) * _clamp(up, -limit, limit)
     if WEIGHTED:
         hidden *= tl.load(weight_ptr + row)
     tl.store(out_ptr + row * size + cols, hidden.to(out_ptr.dtype.element_ty), mask=inside)
@@ -50,13 +57,13 @@ def _backward(
         raw_gate = tl.load(gate_ptr + row * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
         raw_up = tl.load(up_ptr + row * up_stride + cols, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + row * size + cols, mask=inside, other=0.0).to(tl.float32)
-        gate, up = tl.minimum(raw_gate, limit), tl.minimum(tl.maximum(raw_up, -limit), limit)
+        gate, up = _clamp(raw_gate, -float("inf"), limit), _clamp(raw_up, -limit, limit)
         slope = tl.sigmoid(gate)
         silu = gate * slope
         of_weight += grad * silu * up
         grad *= weight
-        of_gate = tl.where(raw_gate <= limit, grad * up * (slope + silu * (1.0 - slope)), 0.0)
-        of_up = tl.where(tl.abs(raw_up) <= limit, grad * silu, 0.0)
+        of_gate = tl.where(raw_gate > limit, 0.0, grad * up * (slope + silu * (1.0 - slope)))
+        of_up = tl.where(tl.abs(raw_up) > limit, 0.0, grad * silu)
         tl.store(grad_gate_ptr + row * grad_stride + cols, of_gate.to(grad_gate_ptr.dtype.element_ty), mask=inside)
         tl.store(grad_up_ptr + row * grad_stride + cols, of_up.to(grad_up_ptr.dtype.element_ty), mask=inside)
     if WEIGHTED:

@@ -50,3 +50,12 @@ def test_what_it_does_not_take_is_an_error():
         index_divergence(q, weights, keys.bfloat16(), slots, teacher)
     with pytest.raises(ValueError, match="channels"):
         index_divergence(q[..., :8], weights, keys[:, :8], slots, teacher)
+
+
+def test_a_nan_shows_in_the_loss_of_its_query():
+    from megatron_dsv41.ops.csa2.triton_divergence import index_divergence
+
+    q, *rest = case(4, 3, 5, 16, torch.float32)
+    q[2, 1, 5] = torch.nan
+    for function in (ref.index_divergence, index_divergence):
+        assert function(q, *rest).isnan().tolist() == [False, False, True, False]

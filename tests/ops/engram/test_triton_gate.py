@@ -61,3 +61,18 @@ def test_same_bits_every_run():
     inputs, open_gate = operands(9 if INTERPRETED else 96, 1024, torch.bfloat16)
     for a, b in zip(run(triton_gate.gate, inputs, open_gate), run(triton_gate.gate, inputs, open_gate), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_nan_of_the_key_opens_no_gate():
+    """It stays in its token and stream, and in the gradients of that."""
+    from megatron_dsv41.ops.engram import triton_gate
+
+    inputs, _ = operands(5, 128, torch.float32)
+    with torch.no_grad():
+        inputs[1][3, 2, 7] = torch.nan
+    opened = torch.ones(5, dtype=torch.bool, device=DEVICE)
+    for function in (ref.gate, triton_gate.gate):
+        out, of_x, of_key, of_value, *_ = run(function, inputs, opened)
+        for found in (out, of_x, of_key):
+            assert found.isnan().any(-1).nonzero().tolist() == [[3, 2]]
+        assert of_value.isnan().any(-1).nonzero().tolist() == [[3]]

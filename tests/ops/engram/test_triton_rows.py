@@ -122,3 +122,10 @@ def test_what_cannot_be_is_refused():
         load("engram.read_rows", "triton")(rows, places, form, torch.float64)
     with pytest.raises(ValueError, match="engram.read_rows: provider 'triton' runs on CUDA tensors"):
         load("engram.read_rows", "triton")(rows, places.cpu(), form, torch.float32)
+
+
+def test_a_nan_is_published_as_one():
+    form, values = RowFormat("float8", 64), torch.ones(3, 64, device=DEVICE)
+    values[1, 7] = torch.nan
+    for encode in (load("engram.encode_rows", "triton"), lambda values, form: form.encode(values)):
+        assert form.decode(encode(values, form), torch.float32)[1, 7].isnan()

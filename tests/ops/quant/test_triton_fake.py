@@ -36,3 +36,12 @@ def test_refuses_uneven_blocks():
 
     with pytest.raises(ValueError, match="divides the last dimension"):
         triton_fake.fake_fp8(torch.zeros(2, 40, device=DEVICE))
+
+
+@pytest.mark.parametrize("op", ["fake_fp8", "fake_mxfp4", "fake_fp4"])
+def test_nan_is_not_clamped_away(op: str):
+    from megatron_dsv41.ops.quant import triton_fake
+
+    x = hostile(5, torch.bfloat16)
+    x[4, 3] = torch.nan
+    assert getattr(triton_fake, op)(x).isnan().nonzero().tolist() == [[4, 3]] and getattr(ref, op)(x)[4, 3].isnan()

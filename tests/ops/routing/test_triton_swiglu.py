@@ -32,3 +32,18 @@ def test_values_and_gradients(rows: int, weighted: bool, joined: bool, dtype: to
     for want, own, got in zip(exact, run(ref.swiglu, inputs), run(triton_swiglu.swiglu, inputs), strict=True):
         # A row's weight gradient is a sum of 2304 products that cancel: its last bits follow the order of the sum.
         assert relative_error(got, want) <= 1.5 * relative_error(own, want) + (1e-6 if want.ndim > 1 else 5e-5)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_nan_is_not_clamped_away(half):
+    from megatron_dsv41.ops.routing import triton_swiglu
+
+    halves = torch.ones(2, 3, 40, device=DEVICE)
+    halves[half, 1, 7] = torch.nan
+    gate, up = (x.clone().requires_grad_() for x in halves)
+    out = triton_swiglu.swiglu(gate, up, 10.0)
+    out.sum().backward()
+    gradient = (up if half == 0 else gate).grad  # that of the other half has the NaN as a factor
+    assert gradient is not None
+    for found in (out, gradient):
+        assert found.isnan().nonzero().tolist() == [[1, 7]]
