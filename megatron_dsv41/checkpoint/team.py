@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -40,13 +41,18 @@ class Team:
     def first[T](self, function: Callable[[], T]) -> T:
         """`function()` of the leading process; everyone gets its value or raises its error. Collective.
 
-        The leading process raises the error with its traceback; the others one of its kind and message.
+        The leading process raises the error with its traceback; the others one of its kind and message. A value that
+        cannot be pickled is an error, too.
         """
         value, error = _attempt(function) if self.leads else (None, None)
         if self.size > 1:
-            outcome: list[Any] = [value, error and _portable(error)]
+            sent, unsendable = _attempt(lambda: pickle.dumps(value))
+            error = error or unsendable
+            outcome: list[Any] = [sent, error and _portable(error)]
             dist.broadcast_object_list(outcome, src=0, group=self.group)
-            value, error = outcome[0], error or outcome[1]
+            if not self.leads:
+                sent, error = outcome
+                value = pickle.loads(sent) if error is None else None
         if error is not None:
             raise error
         return cast("T", value)

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -102,6 +103,21 @@ FAILURES = {
 
 def fail(error: BaseException) -> None:
     raise error
+
+
+def unsendable() -> str:
+    """On a rank: what is raised where the first one has a value that cannot be sent to the others."""
+    try:
+        Team.of_world().first(threading.Lock)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_value_that_cannot_be_sent_is_everyones_error():
+    first, *others = run_ranks(unsendable, 3, timeout=30.0)
+    assert first == "TypeError: cannot pickle '_thread.lock' object"
+    assert others == [f"RuntimeError: {first}"] * 2
 
 
 def failures(method: str) -> list[tuple[type, str, bool]]:
