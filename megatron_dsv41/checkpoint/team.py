@@ -18,7 +18,7 @@ PATIENCE = datetime.timedelta(days=7)  # the others may be busy with a large sha
 class Team:
     """This process's number, how many there are, and how many of them share this machine's memory.
 
-    group: a gloo group of all of them; None for one process.
+    group: a gloo group of all of them; None for one process, and for the default group.
     """
 
     rank: int = 0
@@ -32,6 +32,11 @@ class Team:
         size = dist.get_world_size()
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
         return cls(dist.get_rank(), size, local_size or int(os.environ.get("LOCAL_WORLD_SIZE", size)), group)
+
+    @classmethod
+    def of_default_group(cls) -> Team:
+        """All ranks of the default group, which talk through it; one process where there is no group."""
+        return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
 
     @property
     def leads(self) -> bool:

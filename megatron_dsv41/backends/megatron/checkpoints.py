@@ -22,6 +22,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dsv41.checkpoint.distributed import lost_files, too_short
+from megatron_dsv41.checkpoint.team import Team
 from megatron_dsv41.run_config import RUN_FILE
 
 STAGING = ".saving"
@@ -153,27 +154,29 @@ def require_space(folder: str | Path, num_bytes: float, what: str = "one checkpo
 def save(folder: str | Path, step: int, keep: int | None, write: Callable[[str], None]) -> None:
     """`write(folder)` a checkpoint somewhere else, then put it in place. Collective.
 
-    When writing fails, what was written is deleted, earlier checkpoints stay, and an OSError says what happened.
+    When writing fails, what was written is deleted, earlier checkpoints stay, and an OSError says what happened: on
+    every rank, but where a rank fails alone while it writes: the others then wait for it, until it ends.
     """
     folder = Path(folder)
-    staging = folder / STAGING
-    if _is_first():
+    staging, team = folder / STAGING, Team.of_default_group()
+
+    def clear() -> None:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
-    _barrier()
+
     try:
+        team.first(clear)
         write(str(staging))
+        team.first(lambda: _publish(folder, staging, step, keep))
     except (Exception, CheckpointException) as error:  # torch derives the second from BaseException
-        if _is_first():
+        # Nothing collective here: where this rank fails alone, the others are in collectives of `write`.
+        if team.leads:
             shutil.rmtree(staging, ignore_errors=True)
         steps, free = complete_steps(folder), shutil.disk_usage(folder).free
         last = f"the last complete checkpoint is step {steps[-1]}" if steps else "there is no earlier checkpoint"
         raise OSError(
             f"saving step {step} to {folder} failed ({_cause(error)}; {free / 1e9:.2f} GB free there); {last}"
         ) from error
-    if _is_first():
-        _publish(folder, staging, step, keep)
-    _barrier()
 
 
 def _publish(folder: Path, staging: Path, step: int, keep: int | None) -> None:
@@ -278,12 +281,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _is_first() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-
-
-def _barrier() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()

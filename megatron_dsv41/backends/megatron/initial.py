@@ -76,7 +76,7 @@ def load_start(stages: list[Any], start: Start) -> list[Any]:
         with reading(start.folder, _instead(start.folder), errors=(OSError,)):
             return load_weights(stages, start.weights)
 
-    return Team(torch.distributed.get_rank(), torch.distributed.get_world_size()).together(load)
+    return Team.of_default_group().together(load)
 
 
 @torch.no_grad()

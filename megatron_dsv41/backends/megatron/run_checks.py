@@ -197,4 +197,4 @@ def open_corpus(run: Run) -> Corpus:
 
 def on_first[T](function: Callable[[], T]) -> T:
     """`function()` on rank 0 only; every rank gets its value or raises its error. Collective."""
-    return Team(torch.distributed.get_rank(), torch.distributed.get_world_size()).first(function)
+    return Team.of_default_group().first(function)

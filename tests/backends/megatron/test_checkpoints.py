@@ -1,12 +1,16 @@
 """A run's folder while it is written: other runs may look at it at any time."""
 
+import errno
 import json
+import os
 import shutil
 
 import pytest
+import torch
 
 from megatron_dsv41.backends.megatron import checkpoints
 from megatron_dsv41.checkpoint.distributed import too_short
+from megatron_dsv41.testing.distributed import Ranks, run_ranks
 
 
 def write(staging):
@@ -20,6 +24,56 @@ def write(staging):
 def save(folder, step, keep=None):
     write.step = step
     checkpoints.save(folder, step, keep, write)
+
+
+def told_of_save(folder, failing=None):
+    """On a rank: what is said of a save, or "". Rank `failing` raises while it writes."""
+    write.step, rank = 2, torch.distributed.get_rank()
+
+    def part(staging):
+        if rank == 0:
+            write(staging)
+        if rank == failing:
+            raise OSError(errno.ENOSPC, "no space", "a part")
+        torch.distributed.barrier()  # as in Megatron's save
+
+    try:
+        checkpoints.save(folder, 2, None, part)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("place", [checkpoints.STAGING, f".{checkpoints.TRACKER}.new"])
+def test_what_the_first_rank_cannot_put_in_place_is_everyones_error(tmp_path, place):
+    """Something else lies in the way."""
+    save(tmp_path, 1)
+    if place == checkpoints.STAGING:
+        (tmp_path / place).touch()
+    else:
+        (tmp_path / place).mkdir()
+    for told in run_ranks(told_of_save, 2, tmp_path):
+        assert told.startswith(f"saving step 2 to {tmp_path} failed ([Errno ") and f"'{tmp_path / place}'" in told
+    assert 1 in checkpoints.complete_steps(tmp_path)
+
+
+def ended_after_save(folder, failing):
+    """On a rank: as a trainer whose save failed, which ends and closes its connections."""
+    (folder / f"told {torch.distributed.get_rank()}").write_text(told_of_save(folder, failing))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_no_rank_waits_for_one_that_failed_alone(tmp_path, failing):
+    save(tmp_path, 1)
+    with Ranks(ended_after_save, 2, tmp_path, failing) as ranks:
+        for process in ranks.processes:
+            process.join(60)
+        assert [process.exitcode for process in ranks.processes] == [0, 0]
+    told = [(tmp_path / f"told {rank}").read_text() for rank in (0, 1)]
+    assert all(text.startswith(f"saving step 2 to {tmp_path} failed (") for text in told)
+    assert all(text.endswith("the last complete checkpoint is step 1") for text in told)
+    assert "no space: 'a part'" in told[failing] and not (tmp_path / checkpoints.STAGING).exists()
 
 
 def killed(path, **kwargs):
