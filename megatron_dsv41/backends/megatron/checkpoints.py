@@ -172,11 +172,10 @@ def save(folder: str | Path, step: int, keep: int | None, write: Callable[[str],
         # Nothing collective here: where this rank fails alone, the others are in collectives of `write`.
         if team.leads:
             shutil.rmtree(staging, ignore_errors=True)
-        steps, free = complete_steps(folder), shutil.disk_usage(folder).free
+        steps = complete_steps(folder)
+        free = f"{shutil.disk_usage(folder).free / 1e9:.2f} GB free there" if folder.is_dir() else "the folder is gone"
         last = f"the last complete checkpoint is step {steps[-1]}" if steps else "there is no earlier checkpoint"
-        raise OSError(
-            f"saving step {step} to {folder} failed ({_cause(error)}; {free / 1e9:.2f} GB free there); {last}"
-        ) from error
+        raise OSError(f"saving step {step} to {folder} failed ({_cause(error)}; {free}); {last}") from error
 
 
 def _publish(folder: Path, staging: Path, step: int, keep: int | None) -> None:
@@ -272,6 +271,8 @@ def stored_hash(path: str | Path) -> str | None:
 def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, CheckpointException) and not error.failures:  # Megatron tells the first rank alone
+        return "a rank could not write its part: rank 0 says which and why"
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
 
 

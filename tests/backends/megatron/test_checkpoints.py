@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dsv41.backends.megatron import checkpoints
 from megatron_dsv41.checkpoint.distributed import too_short
@@ -55,6 +56,20 @@ def test_what_the_first_rank_cannot_put_in_place_is_everyones_error(tmp_path, pl
     for told in run_ranks(told_of_save, 2, tmp_path):
         assert told.startswith(f"saving step 2 to {tmp_path} failed ([Errno ") and f"'{tmp_path / place}'" in told
     assert 1 in checkpoints.complete_steps(tmp_path)
+
+
+def test_a_save_into_a_folder_that_is_gone(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(OSError, match=f"saving step 3 to {folder} failed .*; the folder is gone"):
+        save(folder, 3)
+
+
+def test_a_save_that_failed_on_some_rank(tmp_path):
+    def part(staging):
+        raise CheckpointException("write", {})  # Megatron's, but on the first rank
+
+    with pytest.raises(OSError, match=r"failed \(a rank could not write its part: rank 0 says which and why"):
+        checkpoints.save(tmp_path, 3, None, part)
 
 
 def ended_after_save(folder, failing):
