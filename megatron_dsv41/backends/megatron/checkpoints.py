@@ -55,10 +55,12 @@ def lost_parts(path: str | Path) -> list[str]:
     """Files of a checkpoint that are missing or too short, with what is wrong."""
     path = Path(path)
     try:
-        listed = (path / MANIFEST).read_text()
+        sizes = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
         return lost_files(path)
-    return too_short(path, json.loads(listed))
+    except ValueError as error:  # no JSON, or no text
+        return [f"{MANIFEST} cannot be read ({error})"]
+    return too_short(path, sizes)
 
 
 def refuse_damaged(folder: str | Path, step: int | None = None) -> None:

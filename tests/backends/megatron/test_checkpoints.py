@@ -91,6 +91,15 @@ def test_no_rank_waits_for_one_that_failed_alone(tmp_path, failing):
     assert "no space: 'a part'" in told[failing] and not (tmp_path / checkpoints.STAGING).exists()
 
 
+def test_a_list_of_files_that_cannot_be_read(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step)
+    (checkpoints.checkpoint_path(tmp_path, 2) / checkpoints.MANIFEST).write_text("{")
+    assert checkpoints.complete_steps(tmp_path) == [1]
+    with pytest.raises(ValueError, match=r"iter_0000002 is damaged: files.json cannot be read .*another step \(1\)"):
+        checkpoints.refuse_damaged(tmp_path)
+
+
 def killed(path, **kwargs):
     """A deletion that ends with the process, one file in."""
     for file in path.rglob("*"):
