@@ -86,10 +86,19 @@ def named_checkpoint(path: str | Path, step: int | None) -> tuple[Path, int | No
 
 
 def origin_of(folder: str | Path) -> str | None:
-    """The imported or released folder that a run's weights come from, be it through other runs; None: from scratch."""
+    """The imported or released folder that a run's weights come from, be it through other runs; None: from scratch.
+
+    ValueError where the run's record, which users may write, does not say it.
+    """
     record = Path(folder) / START_FILE
     if record.is_file():
-        return json.loads(record.read_text())["origin"]
+        try:
+            return json.loads(record.read_text())["origin"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{record} does not say where the weights come from ({type(error).__name__}: {error}): write "
+                '{"origin": "FOLDER"} into it, or {"origin": null} for a run from scratch'
+            ) from error
     start = load_run(Path(folder) / RUN_FILE).train.init_from
     found = None if start is None else run_and_step(start)
     if found is None:

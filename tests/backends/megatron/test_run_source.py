@@ -169,6 +169,13 @@ def test_the_origin_of_runs_whose_record_was_not_kept(tmp_path):
     assert [origin_of(tmp_path / name) for name in ("a", "b", "self")] == ["hub", "hub", None]
 
 
+@pytest.mark.parametrize("text", ["{", '{"weights": null}', "[]"])
+def test_a_record_that_does_not_say_the_origin(tmp_path, text):
+    (tmp_path / "started_from.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/started_from.json does not say where .*: write {{"):
+        origin_of(tmp_path)
+
+
 def test_a_resumed_run_without_a_record_gets_one(tmp_path):
     """Before its run file is written anew, with whatever start it names now."""
     run = run_from_dict(RUN, (f"checkpoint.folder={tmp_path}",))
