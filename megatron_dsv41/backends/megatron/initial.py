@@ -40,9 +40,9 @@ class Start:
         ValueError where there is none, it is damaged, or it is of another model.
         """
         path = Path(path)
-        if not path.is_dir():
+        run = run_and_step(path)  # also for a checkpoint that was removed: its run says which there are
+        if run is None and not path.is_dir():
             raise ValueError(f"train.init_from {path} is not a folder with a checkpoint")
-        run = run_and_step(path)
         source = open_source(path, config) if run is None else RunSource(*run)
         folder = source.path if isinstance(source, RunSource) else path
         refuse(folder, check_native({name: source.shape(name) for name in source.names()}, bind(config)))

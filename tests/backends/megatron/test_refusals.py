@@ -181,7 +181,7 @@ def test_folders_and_files(home, tmp_path):
             "holds no run of this program",
             "is a file",
             "nowhere is not a folder",
-            "iter_0000009 is not a folder",
+            "run has no checkpoint of step 9; it has 1, 2",
             "begun has no complete checkpoint yet",
             "iter_0000002: tensors do not fit the config (40 misshapen)",
             "iter_0000002 was trained with Engram hash constants",
