@@ -16,7 +16,7 @@ from typing import Any
 from megatron_dsv41 import __version__
 from megatron_dsv41.experiments.ladder_cells import PlannedCell
 from megatron_dsv41.experiments.ladder_plan import N_CONVENTIONS, count_n
-from megatron_dsv41.experiments.ladder_state import State, read_record, status_of
+from megatron_dsv41.experiments.ladder_state import State, check_unchanged, read_record, status_of
 from megatron_dsv41.experiments.run_flops import training_flops_per_token
 from megatron_dsv41.experiments.tracking import RUN_ID_FILE, read_metrics, write_whole
 
@@ -78,10 +78,11 @@ def collect(cells: Sequence[PlannedCell]) -> list[Row]:
 
 
 def collect_cell(planned: PlannedCell) -> Row:
-    """The row of one finished cell."""
+    """The row of one finished cell. ValueError when it was started from other settings than the ladder file gives."""
     run, cell, status = planned.run, planned.cell, status_of(planned)
     assert status.state is State.FINISHED and status.valid_loss is not None
     record, metrics = read_record(planned), read_metrics(planned.run_folder)
+    check_unchanged(planned, record)
     training = [row for row in metrics if "loss" in row]
     per_token = training_flops_per_token(run)
     tokens = run.steps * run.tokens_per_step

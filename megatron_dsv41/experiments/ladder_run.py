@@ -20,7 +20,14 @@ from typing import Any, Literal
 
 from megatron_dsv41.experiments.ladder import Ladder
 from megatron_dsv41.experiments.ladder_cells import PlannedCell
-from megatron_dsv41.experiments.ladder_state import State, acquire, start_record, status_of
+from megatron_dsv41.experiments.ladder_state import (
+    State,
+    acquire,
+    check_unchanged,
+    read_record,
+    start_record,
+    status_of,
+)
 
 POLL_SECONDS = 0.5
 LOG_LINES = 15
@@ -95,6 +102,7 @@ class Runner:
         waiting: list[PlannedCell] = []
         for planned in cells:
             if status_of(planned).state is State.FINISHED:
+                check_unchanged(planned, read_record(planned))
                 self.say(f"{planned.id}: finished, skipped")
                 self.finished(planned)
             else:

@@ -66,10 +66,13 @@ def read_record(planned: PlannedCell) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def check_unchanged(planned: PlannedCell, record: dict[str, Any], data_digest: str) -> None:
-    """ValueError when a cell on disk was started from other settings or data than the ladder file now gives."""
+def check_unchanged(planned: PlannedCell, record: dict[str, Any], data_digest: str | None = None) -> None:
+    """ValueError when a cell on disk was started from other settings or data than the ladder file now gives.
+
+    data_digest: None for a finished cell, whose data may be gone.
+    """
     for what, now in (("config_digest", planned.config_digest), ("data_digest", data_digest)):
-        if record and record[what] != now:
+        if record and now is not None and record[what] != now:
             raise ValueError(
                 f"cell {planned.id} in {planned.folder} was started with {what} {record[what]}, the ladder file now "
                 f"gives {now}: restore the file or the data, or set another folder"

@@ -1,13 +1,16 @@
+import json
 from pathlib import Path
 
 import pytest
 
 from megatron_dsv41.cli.plan import layout_of
+from megatron_dsv41.experiments.collect import collect
 from megatron_dsv41.experiments.flops import flops_per_token
 from megatron_dsv41.experiments.ladder import Ladder, load_ladder
 from megatron_dsv41.experiments.ladder_cells import cells_of, plan_cells
 from megatron_dsv41.experiments.ladder_plan import check_sharing, describe_ladder
 from megatron_dsv41.experiments.ladder_run import Machine, Runner
+from megatron_dsv41.experiments.ladder_state import start_record
 from megatron_dsv41.run_config import load_run
 from megatron_dsv41.typed_yaml import build
 
@@ -142,6 +145,19 @@ def test_cells_that_share_a_gpu_must_fit_it_together():
         check_sharing(ladder(hardware={"memory_gb": 0.999 * largest}), cells, layout_of, 3)
     with pytest.raises(ValueError, match="hardware.memory_gb must say"):
         check_sharing(ladder(), cells, layout_of, 2)
+
+
+def test_a_finished_cell_of_another_ladder_file_is_refused(tmp_path):
+    (planned, *_), (changed, *_) = (
+        plan_cells(ladder(folder=str(tmp_path), rules=SMALL | rules)) for rules in ({}, {"lr": 1e-3})
+    )
+    start_record(planned, {}, "of the data")
+    planned.run_folder.mkdir(parents=True)
+    (planned.run_folder / "metrics.jsonl").write_text(json.dumps({"step": planned.run.steps, "valid_loss": 2.0}))
+    assert collect([planned])[0].loss == 2.0 and runner(Machine()).run([planned]) == []
+    for refused in (collect, runner(Machine()).run):
+        with pytest.raises(ValueError, match=f"cell {planned.id} in .* was started with config_digest"):
+            refused([changed])
 
 
 @pytest.mark.parametrize(
