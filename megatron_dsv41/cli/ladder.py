@@ -70,7 +70,9 @@ def _run(args: argparse.Namespace, ladder: Ladder) -> int:
     ranks = ladder.hardware.ranks
     if devices and len(devices) < ranks:
         raise ValueError(f"hardware.ranks {ranks} exceeds the {len(devices)} GPUs of this machine")
-    machine = Machine(slots=args.slots or max(1, len(devices) // ranks), devices=devices, launcher=args.launcher)
+    slots = max(1, len(devices) // ranks) if args.slots is None else args.slots
+    # More slots than cells stay empty: they share nothing.
+    machine = Machine(slots=min(slots, len(cells)), devices=devices, launcher=args.launcher)
     if devices and ranks == 1 and machine.slots > len(devices):
         check_sharing(ladder, cells, layout_of, -(-machine.slots // len(devices)))
     failed = Runner(

@@ -15,6 +15,7 @@ import yaml
 
 from megatron_dsv41.cli import main
 from megatron_dsv41.cli.plan import plan_report
+from megatron_dsv41.experiments import ladder_run
 from megatron_dsv41.experiments.ladder import load_ladder
 from megatron_dsv41.experiments.ladder_cells import plan_cells
 from megatron_dsv41.experiments.tracking import read_metrics
@@ -122,6 +123,32 @@ def test_nothing_collected_is_said_once(ladder_file, capsys):
     for action in ("fit", "predict", "plot"):
         assert main(["ladder", action, str(ladder_file)]) == 2
         assert "has no finished cell: run dsv41 ladder run, then collect" in capsys.readouterr().err
+
+
+@pytest.fixture
+def machines(monkeypatch):
+    """Those that `ladder run` would run cells on."""
+    made = []
+
+    class Recorded:
+        def __init__(self, ladder, machine, **rest):
+            made.append(machine)
+
+        def run(self, cells):
+            return []
+
+    monkeypatch.setattr(ladder_run, "Runner", Recorded)
+    return made
+
+
+def test_slots_are_at_least_one_and_at_most_the_cells(ladder_file, capsys, machines, monkeypatch):
+    """Two cells on two GPUs share none, however many slots there are."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    for slots in ([], ["--slots", "1"], ["--slots", "8"]):
+        assert main(["ladder", "run", str(ladder_file), *slots]) == 0
+    assert [machine.slots for machine in machines] == [2, 1, 2]
+    assert main(["ladder", "run", str(ladder_file), "--slots", "0"]) == 2
+    assert "--slots must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_no_such_cell(ladder_file, capsys):
