@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import itertools
 import json
 import os
 import subprocess
@@ -188,7 +189,8 @@ def _devices() -> tuple[str, ...]:
     """GPUs of this machine as values for CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return tuple(part for part in visible.split(",") if part.strip())
+        # As CUDA reads it: what stands behind an empty or negative number is not there.
+        return tuple(itertools.takewhile(lambda part: part and part[0] != "-", map(str.strip, visible.split(","))))
     import torch
 
     return tuple(map(str, range(torch.cuda.device_count())))

@@ -151,6 +151,13 @@ def test_slots_are_at_least_one_and_at_most_the_cells(ladder_file, capsys, machi
     assert "--slots must be at least 1, got 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("visible", "devices"), [("", ()), ("-1", ()), ("1, 0", ("1", "0")), ("2,-1,0", ("2",))])
+def test_gpus_are_those_that_cuda_sees(ladder_file, machines, monkeypatch, visible, devices):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert main(["ladder", "run", str(ladder_file), "--slots", "1"]) == 0
+    assert machines[0].devices == devices
+
+
 def test_no_such_cell(ladder_file, capsys):
     assert main(["ladder", "run", str(ladder_file), "--cells", "d9*"]) == 2
     assert "no cell matches" in capsys.readouterr().err
