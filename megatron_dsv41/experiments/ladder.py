@@ -56,6 +56,11 @@ class Hardware:
     tflops: float | None = None  # sustained by one rank in training; None: hours are not estimated
     memory_gb: float | None = None  # of one rank; None: not compared
 
+    def __post_init__(self) -> None:
+        for key, value in dataclasses.asdict(self).items():
+            if value is not None and value <= 0:
+                raise ValueError(f"hardware.{key} must be positive, got {value}")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slurm:

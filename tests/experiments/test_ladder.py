@@ -175,6 +175,8 @@ def test_a_finished_cell_of_another_ladder_file_is_refused(tmp_path):
         ({"tokens_per_parameter": []}, "no cells"),
         ({"base": FILE["base"] | {"optimizer": {"lr": 1.0}}}, "base.optimizer.lr is set by the ladder"),
         ({"base": FILE["base"] | {"model": {"preset": "tiny", "overrides": {"hidden_size": 8}}}}, "set by the dial"),
+        ({"hardware": {"ranks": 0}}, r"hardware\.ranks must be positive, got 0"),
+        ({"hardware": {"memory_gb": -1}}, r"hardware\.memory_gb must be positive, got -1"),
         ({"hardware": {"ranks": 3}, "base": FILE["base"] | {"parallel": {"tp": 2}}}, "not a multiple of tp x pp x cp"),
     ],
 )
