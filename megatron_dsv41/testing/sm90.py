@@ -19,11 +19,12 @@ class Compiled(NamedTuple):
 
 
 def compile_kernel(
-    kernel: Any, constants: Mapping[str, Any], pointers: Mapping[str, str], num_warps: int, folder: Path
+    kernel: Any, constants: Mapping[str, Any], types: Mapping[str, str], folder: Path, **options: int
 ) -> Compiled:
-    """`kernel` for SM90: `pointers` "x" -> "bf16" are its arguments x_ptr, 16-byte aligned; other scalars are int32.
+    """`kernel` for SM90: of `types`, "x" -> "bf16" is the dtype behind its 16-byte aligned x_ptr, or of its scalar x.
 
-    `folder` takes the binary. Set TRITON_CACHE_DIR to a fresh one to compile for certain.
+    "i32:16" is a scalar that is a multiple of 16; scalars not named are int32. `folder` takes the binary. options:
+    num_warps, num_stages. Set TRITON_CACHE_DIR to a fresh folder to compile for certain.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -32,18 +33,20 @@ def compile_kernel(
     signature, aligned = {}, {}
     for place, argument in enumerate(kernel.arg_names):
         name = argument.removesuffix("_ptr")
+        multiple: list[str] = []
         if argument in constants:
             signature[argument] = "constexpr"
         elif name == argument:
-            signature[argument] = "i32"
+            signature[argument], *multiple = types.get(name, "i32").split(":")
         else:
-            signature[argument] = f"*{pointers[name]}"
-            aligned[(place,)] = [["tt.divisibility", 16]]
+            signature[argument], multiple = f"*{types[name]}", ["16"]
+        if multiple:
+            aligned[(place,)] = [["tt.divisibility", int(multiple[0])]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     compiled = triton.compile(
         ASTSource(kernel, signature, places, aligned),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": num_warps},
+        options=options,
     )
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])

@@ -1,9 +1,9 @@
-"""The mHC and Engram kernels compile for SM90 without a GPU, at the released width, and do not spill in earnest."""
+"""The mHC kernels compile for SM90 without a GPU, at the released width, and do not spill in earnest."""
 
-import importlib
 import importlib.util
 import re
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -12,51 +12,36 @@ from torch.utils import cpp_extension
 
 from megatron_dsv41.ops.cuda_kernels import include_folders
 from megatron_dsv41.ops.mhc import hopper_site
+from megatron_dsv41.testing.sm90 import compile_kernel
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-MHC, GATE = "mhc.triton_site_kernels", "engram.triton_gate_kernels"
-STREAMS = {"x", "y", "new", "input", "grad_new", "grad_input", "grad_y", "grad_x"}
-GATED = {"x", "key", "value", "q", "k", "out", "grad", "grad_x", "grad_key", "grad_value"}
+STREAMS = ["x", "y", "new", "input", "grad_new", "grad_input", "grad_y", "grad_x"]
+TYPES = defaultdict(lambda: "fp32", dict.fromkeys(STREAMS, "bf16"))
 ALL = dict(D=5120, UPDATE=True, PROJECT=True, COLLAPSE=True, C=64, STAGES=1)
-ROWS = dict(D=5120, BLOCK=1024, BLOCKS=5, FLOOR=1e-6, SCALE=5120**-0.5)
 MIX = dict(CHANNELS=20480, ITERS=20, EPS=1e-6, RMS_EPS=1e-20, BLOCK_T=4)
 KERNELS = [
-    (MHC, "site_forward", ALL | dict(BLOCK_T=64), STREAMS, 4, 64),
-    (MHC, "site_backward", ALL | dict(BLOCK_T=16, HAS_NEW=True), STREAMS, 4, 64),
-    (MHC, "predict_forward", MIX, set(), 1, 0),
-    (MHC, "predict_backward", MIX | dict(HAS_PRE=True, HAS_POST=True, HAS_COMB=True), set(), 1, 0),
-    (GATE, "gate_forward", ROWS | dict(N=4, RMS_EPS=1e-20), GATED, 4, 0),
-    (GATE, "gate_backward_rows", ROWS, GATED, 4, 0),
-    (GATE, "gate_backward_streams", dict(D=5120, BLOCK=1024, BLOCK_T=2), GATED, 2, 0),
+    ("site_forward", ALL | dict(BLOCK_T=64), 4, 64),
+    ("site_backward", ALL | dict(BLOCK_T=16, HAS_NEW=True), 4, 0),
+    ("predict_forward", MIX, 1, 0),
+    ("predict_backward", MIX | dict(HAS_PRE=True, HAS_POST=True, HAS_COMB=True), 1, 0),
 ]
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "constants", "bf16", "warps", "stack"), KERNELS, ids=[k[1] for k in KERNELS]
-)
-def test_compiles(module, name, constants, bf16, warps, stack, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("name", "constants", "warps", "stack"), KERNELS, ids=[k[0] for k in KERNELS])
+def test_compiles(name, constants, warps, stack, monkeypatch, tmp_path):
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+
+    from megatron_dsv41.ops.mhc import triton_site_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = getattr(importlib.import_module(f"megatron_dsv41.ops.{module}"), name)
-    signature, aligned = {}, {}
-    for place, argument in enumerate(kernel.arg_names):
-        short = argument.removesuffix("_ptr")
-        pointer = "*bf16" if short in bf16 else "*i8" if short == "open" else "*fp32"
-        signature[argument] = "constexpr" if argument in constants else pointer if short != argument else "i32"
-        if argument not in constants:
-            aligned[(place,)] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()}, aligned),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": warps, "num_stages": 1},
+    compiled = compile_kernel(
+        getattr(triton_site_kernels, name), constants, TYPES, tmp_path, num_warps=warps, num_stages=1
     )
-    assert compiled.metadata.shared <= 232448 // 2  # bytes, for two programs on a multiprocessor
-    used = resources(compiled.asm["cubin"], tmp_path)
-    if used and triton.__version__.startswith("3.6"):  # the version that the numbers were taken with
-        assert used["STACK"] <= stack
+    assert compiled.shared <= 232448 // 2  # bytes, for two programs on a multiprocessor
+    if triton.__version__.startswith(
+        "3.6"
+    ):  # the version that the numbers were taken with; 3.8 needs 72 in site_forward
+        assert not compiled.stack or compiled.stack <= stack
 
 
 def resources(binary: bytes, folder: Path) -> dict[str, int]:

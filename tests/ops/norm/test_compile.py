@@ -19,7 +19,7 @@ def test_backward_fits_a_multiprocessor_twice(size, monkeypatch, tmp_path):
     shape = triton_rms.tiles(size)
     warps = shape.pop("num_warps")
     assert size <= shape["BLOCK"] * shape["BLOCKS"] < 1.25 * size
-    kernel = compile_kernel(triton_rms._backward, shape | {"size": size}, POINTERS, warps, tmp_path)
+    kernel = compile_kernel(triton_rms._backward, shape | {"size": size}, POINTERS, tmp_path, num_warps=warps)
     assert not kernel.stack and (kernel.registers is None or 2 * 32 * warps * kernel.registers <= REGISTERS)
     assert 2 * (kernel.shared + 1024) <= SHARED
 
@@ -31,5 +31,7 @@ def test_backward_of_the_widest_rows_fits_in_fp32(monkeypatch, tmp_path):
     shape = triton_rms.tiles(triton_rms.WIDEST)
     warps = shape.pop("num_warps")
     pointers = dict.fromkeys(POINTERS, "fp32")
-    kernel = compile_kernel(triton_rms._backward, shape | {"size": triton_rms.WIDEST}, pointers, warps, tmp_path)
+    kernel = compile_kernel(
+        triton_rms._backward, shape | {"size": triton_rms.WIDEST}, pointers, tmp_path, num_warps=warps
+    )
     assert kernel.shared + 1024 <= SHARED

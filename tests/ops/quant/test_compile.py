@@ -1,44 +1,30 @@
-"""The kernels of scaled operands compile for SM90 without a GPU, with 16-byte loads and stores of FP8."""
+"""The kernels of quantization compile for SM90 without a GPU or spills, with loads and stores of 16 bytes."""
 
+import importlib
 import importlib.util
 
 import pytest
 
+from megatron_dsv41.testing.sm90 import compile_kernel
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-TYPES = {
-    "x_ptr": "*bf16",
-    "q_ptr": "*fp8e4nv",
-    "scale_ptr": "*fp32",
-    "factor_ptr": "*fp32",
-    "group_ptr": "*i64",
-    "columns": "i32",
-    "rows": "i32",
+TYPES = {"x": "bf16", "out": "bf16", "q": "fp8e4nv", "scale": "fp32", "factor": "fp32", "group": "i64"}
+TYPES |= {"columns": "i32:16", "rows": "i32:16"}
+KERNELS = {
+    "factored": ("scaled", "_rows", dict(BLOCK=8192, FACTORED=True), 8),
+    "rows": ("scaled", "_rows", dict(BLOCK=4096, FACTORED=False), 8),
+    "transposes": ("scaled", "_transposes", dict(BLOCK_R=128, BLOCK_C=64), 4),
+    "fp8": ("fake", "_fake", dict(FORMAT="fp8", BLOCK=32, ROWS=64), 4),
+    "mxfp4": ("fake", "_fake", dict(FORMAT="mxfp4", BLOCK=32, ROWS=64), 4),
+    "fp4": ("fake", "_fake", dict(FORMAT="fp4", BLOCK=16, ROWS=128), 4),
 }
-KERNELS = [
-    ("_rows", dict(BLOCK=8192, FACTORED=True), 8),
-    ("_rows", dict(BLOCK=4096, FACTORED=False), 8),
-    ("_transposes", dict(BLOCK_R=128, BLOCK_C=64), 4),
-]
 
 
-@pytest.mark.parametrize(("name", "constants", "warps"), KERNELS, ids=["factored", "rows", "transposes"])
-def test_compiles(name, constants, warps, monkeypatch, tmp_path):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from megatron_dsv41.ops.quant import triton_scaled
-
+@pytest.mark.parametrize(("module", "name", "constants", "warps"), KERNELS.values(), ids=KERNELS)
+def test_compiles(module, name, constants, warps, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = getattr(triton_scaled, name)
-    signature = {argument: TYPES.get(argument, "constexpr") for argument in kernel.arg_names}
-    places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
-    sixteen = {(kernel.arg_names.index(key),): [["tt.divisibility", 16]] for key in TYPES if key in kernel.arg_names}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constexprs=places, attrs=sixteen),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": warps},
-    )
-    ptx = compiled.asm["ptx"]
-    assert "cvt.rn.satfinite.e4m3x2" in ptx and "ld.global.v4" in ptx and "st.global.v4" in ptx
-    assert compiled.metadata.shared <= 49152
+    kernel = getattr(importlib.import_module(f"megatron_dsv41.ops.quant.triton_{module}"), name)
+    compiled = compile_kernel(kernel, constants, TYPES, tmp_path, num_warps=warps)
+    assert "ld.global.v4" in compiled.ptx and "st.global.v4" in compiled.ptx
+    assert ("cvt.rn.satfinite.e4m3x2" in compiled.ptx) == (module == "scaled")
+    assert compiled.shared <= 49152 and not compiled.stack

@@ -22,7 +22,7 @@ def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sm90")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder))
-        return {name: compile_kernel(_rotate, shape, POINTERS, 4, folder) for name, shape in SHAPES.items()}
+        return {name: compile_kernel(_rotate, shape, POINTERS, folder, num_warps=4) for name, shape in SHAPES.items()}
 
 
 @pytest.mark.parametrize("name", SHAPES)
