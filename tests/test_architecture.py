@@ -127,6 +127,23 @@ def test_cited_sections_exist():
     assert not sorted((section, where) for section, where in cited if section not in headings)
 
 
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda page: page.name)
+def test_links_of_the_docs_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+def _anchors(page):
+    """As the web shows headings: lower case, no punctuation, dashes for spaces."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_tracked_files_are_small():
     large = [p for p in tracked_files() if p.stat().st_size > 1_000_000 and ROOT / "tests" / "data" not in p.parents]
     assert not large
