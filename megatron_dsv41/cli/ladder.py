@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="cells at a time (default: GPUs / hardware.ranks, on CPUs 1); cells of one rank share GPUs beyond that",
     )
-    run("--launcher", choices=("auto", "srun"), default="auto", help="auto: python or torchrun on this machine")
+    run(
+        "--launcher",
+        choices=("auto", "srun"),
+        default="auto",
+        help="auto (default): python or torchrun on this machine; srun: for use in a Slurm job, as --slurm writes it",
+    )
     run("--slurm", action="store_true", help="write one Slurm script per unfinished cell instead of running")
     run("--submit", action="store_true", help="with --slurm: also sbatch them")
 
@@ -62,6 +68,7 @@ def _run(args: argparse.Namespace, ladder: Ladder) -> int:
     from megatron_dsv41.experiments.ladder_run import Machine, Runner
     from megatron_dsv41.experiments.ladder_tracking import track_cell
 
+    _check_options(args)
     cells = [cell for cell in plan_cells(ladder) if fnmatch.fnmatch(cell.id, args.cells)]
     if not cells:
         raise ValueError(f"no cell matches --cells {args.cells!r}: dsv41 ladder plan lists them")
@@ -89,13 +96,22 @@ def _run(args: argparse.Namespace, ladder: Ladder) -> int:
     return 1 if failed else 0
 
 
+def _check_options(args: argparse.Namespace) -> None:
+    """ValueError for options of `run` that would not be read."""
+    if args.submit and not args.slurm:
+        raise ValueError("--submit sends the scripts of --slurm: give both")
+    if args.slurm and (args.slots is not None or args.launcher != "auto"):
+        raise ValueError("--slurm writes a script per cell, which Slurm runs as it likes: no --slots, no --launcher")
+
+
 def _write_slurm(args: argparse.Namespace, ladder: Ladder, cells: Sequence[PlannedCell]) -> int:
     from megatron_dsv41.experiments.ladder_run import write_slurm_script
     from megatron_dsv41.experiments.ladder_state import State, status_of
 
-    for cell in cells:
-        if status_of(cell).state is State.FINISHED:
-            continue
+    unfinished = [cell for cell in cells if status_of(cell).state is not State.FINISHED]
+    if not unfinished:
+        print(f"all {len(cells)} cells are finished: no script is written", file=sys.stderr)
+    for cell in unfinished:
         script = write_slurm_script(ladder, Path(args.file).absolute(), cell)
         print(script, flush=True)
         if args.submit:

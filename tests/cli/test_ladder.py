@@ -15,7 +15,7 @@ import yaml
 
 from megatron_dsv41.cli import main
 from megatron_dsv41.cli.plan import plan_report
-from megatron_dsv41.experiments import ladder_run
+from megatron_dsv41.experiments import ladder_run, ladder_state
 from megatron_dsv41.experiments.ladder import load_ladder
 from megatron_dsv41.experiments.ladder_cells import plan_cells
 from megatron_dsv41.experiments.tracking import read_metrics
@@ -116,6 +116,28 @@ def test_a_slurm_script_per_unfinished_cell(ladder_file, capsys):
     assert "--cells base-d8-x0.06-s2 --launcher srun" in text
     assert "#SBATCH --dependency=singleton" in text
     assert subprocess.run(["bash", "-n", script]).returncode == 0
+
+
+def test_no_script_for_finished_cells_is_said(ladder_file, monkeypatch, capsys):
+    status = ladder_state.CellStatus(ladder_state.State.FINISHED, 8, 8, 1.0, None)
+    monkeypatch.setattr(ladder_state, "status_of", lambda planned: status)
+    assert main(["ladder", "run", str(ladder_file), "--slurm"]) == 0
+    assert capsys.readouterr() == ("", "all 2 cells are finished: no script is written\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--submit"], "--submit sends the scripts of --slurm"),
+        (["--slurm", "--slots", "2"], "no --slots, no --launcher"),
+        (["--slurm", "--launcher", "srun"], "no --slots, no --launcher"),
+        (["--slots", "0"], "--slots must be at least 1, got 0"),
+    ],
+)
+def test_options_that_would_not_be_read_start_nothing(ladder_file, monkeypatch, capsys, options, words):
+    monkeypatch.setattr(ladder_run.Runner, "run", lambda self, cells: pytest.fail("started"))
+    assert main(["ladder", "run", str(ladder_file), *options]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_nothing_collected_is_said_once(ladder_file, capsys):
