@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dsv41.cli.devices import check_device
+from megatron_dsv41.cli.tables import make_table, open_console
 
 HELP = "loss and bits per byte of a checkpoint on prepared data, per domain"
 
@@ -141,14 +142,15 @@ def _row(name: str, prefix: str, model: Any, seq_length: int, args: argparse.Nam
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    table.add_column("domain", overflow="fold")  # a prefix that is cut off is no name
-    for column in ("tokens", "bytes of text", "nats per token", "bits per byte"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        values = (row["nats_per_token"], row["bits_per_byte"])
-        table.add_row(row["domain"], f"{row['tokens']:,}", f"{row['text_bytes']:,}", *(f"{v:.4f}" for v in values))
-    Console().print(table)
+    columns = ("domain", "tokens", "bytes of text", "nats per token", "bits per byte")
+    cells = [
+        (
+            row["domain"],
+            f"{row['tokens']:,}",
+            f"{row['text_bytes']:,}",
+            f"{row['nats_per_token']:.4f}",
+            f"{row['bits_per_byte']:.4f}",
+        )
+        for row in rows
+    ]
+    open_console().print(make_table(columns, cells))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_dsv41.cli.ladder_tables import console_and_table, short
+from megatron_dsv41.cli.ladder_tables import short
+from megatron_dsv41.cli.tables import make_table, open_console
 
 
 def print_fits(report: dict[str, Any]) -> None:
     """Parameters with 95 % intervals, residuals, noise between seeds; minima; refusals in words."""
-    console, table = console_and_table()
+    console = open_console()
     for title, fits, what in (
         ("L(N, D) = E + A/N^alpha + B/D^beta", report["loss_nd"], "N by"),
         ("L(C) = E + A/C^alpha at one token multiple", report["loss_c"], "tokens per parameter"),
@@ -19,7 +20,7 @@ def print_fits(report: dict[str, Any]) -> None:
         if good:
             names = list(next(iter(good.values()))["parameters"])
             columns = (what, *names, "residual", "noise", "lack of fit p", "cells")
-            console.print(table(columns, [(name, *_fit_row(fit)) for name, fit in good.items()]))
+            console.print(make_table(columns, [(name, *_fit_row(fit)) for name, fit in good.items()]))
         for name, fit in fits.items():
             for problem in [fit["refused"]] if "refused" in fit else [*fit["problems"], *fit["remarks"]]:
                 console.print(f"  {name}: {'refused: ' if 'refused' in fit else ''}{problem}", markup=False)
@@ -34,13 +35,13 @@ def print_fits(report: dict[str, Any]) -> None:
 
 def print_predictions(report: dict[str, Any]) -> None:
     """Errors of held-out points by convention, the largest rung's points, and the arms."""
-    console, table = console_and_table()
+    console = open_console()
     for title, key in (("Largest rung, from the others", "largest"), ("Each point, from the others", "one_out")):
         console.print(f"[bold]{title}[/bold]")
         good = {name: held for name, held in report[key].items() if "refused" not in held}
         rows = [(n, f"{h['signed']:+.2%}", f"{h['unsigned']:.2%}", len(h["predictions"])) for n, h in good.items()]
         if rows:
-            console.print(table(("N by", "signed error", "unsigned error", "points"), rows))
+            console.print(make_table(("N by", "signed error", "unsigned error", "points"), rows))
         for name, held in report[key].items():
             for problem in [held["refused"]] if "refused" in held else held["problems"]:
                 console.print(f"  {name}: {'refused: ' if 'refused' in held else ''}{problem}", markup=False)
@@ -48,7 +49,7 @@ def print_predictions(report: dict[str, Any]) -> None:
             name, held = next(iter(good.items()))
             console.print(f"\nPoints of the largest rung, N by {name}")
             console.print(
-                table(
+                make_table(
                     ("depth", "tokens", "measured", "predicted", "95 %", "error"),
                     [
                         (

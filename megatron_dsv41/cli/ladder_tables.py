@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
+
+from megatron_dsv41.cli.tables import make_table, open_console
 
 
 def print_plan(report: dict[str, Any]) -> None:
     """Rungs, cells, totals, problems."""
-    console = _console()
+    console = open_console()
     console.print("[bold]Rungs[/bold]")
     console.print(_rung_table(report["rungs"]))
     for rung in report["rungs"]:
@@ -36,7 +38,7 @@ def print_plan(report: dict[str, Any]) -> None:
 
 def print_status(report: dict[str, Any]) -> None:
     """State and progress of every cell, and how many there are of each state."""
-    console = _console()
+    console = open_console()
     rows = [
         (
             cell["cell"],
@@ -47,14 +49,14 @@ def print_status(report: dict[str, Any]) -> None:
         )
         for cell in report["cells"]
     ]
-    console.print(_table(("cell", "state", "step", "validation loss", "tokens/s"), rows))
+    console.print(make_table(("cell", "state", "step", "validation loss", "tokens/s"), rows))
     counted = Counter(cell["state"] for cell in report["cells"])
     console.print(", ".join(f"{number} {state}" for state, number in counted.items()))
 
 
 def print_rows(report: dict[str, Any]) -> None:
     """The collected cells, and what about them does not agree."""
-    console = _console()
+    console = open_console()
     rows = [
         (
             row["cell"],
@@ -70,7 +72,7 @@ def print_rows(report: dict[str, Any]) -> None:
         for row in report["rows"]
     ]
     columns = ("cell", "active", "total", "tokens", "FLOPs", "loss", "tokens/s", "commit", "config", "data", "wandb")
-    console.print(_table(columns, rows))
+    console.print(make_table(columns, rows))
     console.print(f"{len(rows)} cells in {' and '.join(report['files'])}; {report['missing']} not finished")
     for difference in report["differences"]:
         console.print(f"[bold]Differs[/bold]: {difference}")
@@ -86,14 +88,9 @@ def short(number: float | None) -> str:
     return f"{number:.3g}"
 
 
-def console_and_table() -> tuple[Any, Callable[[Sequence[str], Iterable[Sequence[object]]], Any]]:
-    """Where to print, and how to make a table."""
-    return _console(), _table
-
-
 def _rung_table(rungs: Sequence[dict[str, Any]]) -> Any:
     columns = ("arm", "depth", "hidden", "heads", "active", "prefill", "backbone", "non-embedding", "total", "C / 6D")
-    return _table(
+    return make_table(
         columns,
         ((r["arm"], r["depth"], r["hidden_size"], r["heads"], *(short(n) for n in r["n"].values())) for r in rungs),
     )
@@ -102,12 +99,12 @@ def _rung_table(rungs: Sequence[dict[str, Any]]) -> Any:
 def _kind_table(rungs: Sequence[dict[str, Any]]) -> Any:
     kinds = list(dict.fromkeys(kind for rung in rungs for kind in rung["by_kind"]))
     rows = ((r["arm"], r["depth"], *(short(r["by_kind"].get(kind, 0)) for kind in kinds)) for r in rungs)
-    return _table(("arm", "depth", *kinds), rows)
+    return make_table(("arm", "depth", *kinds), rows)
 
 
 def _cell_table(cells: Sequence[dict[str, Any]]) -> Any:
     columns = ("cell", "active", "tokens", "steps", "batch", "rate", "FLOPs", "GB per rank", "hours")
-    return _table(
+    return make_table(
         columns,
         (
             (
@@ -130,21 +127,3 @@ def _runs(names: Sequence[str]) -> list[str]:
     """a a b -> 2xa b."""
     counted = [(name, len(list(group))) for name, group in groupby(names)]
     return [name if count == 1 else f"{count}x{name}" for name, count in counted]
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=180)  # a pipe has room for whole rows
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
-    for row in rows:
-        table.add_row(*map(str, row))
-    return table

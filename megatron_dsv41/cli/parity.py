@@ -6,6 +6,7 @@ import argparse
 import json
 
 from megatron_dsv41.cli.devices import check_device
+from megatron_dsv41.cli.tables import make_table, open_console
 
 HELP = "compare forward and backward with a folder of recorded outputs"
 
@@ -70,29 +71,27 @@ def _compare(args: argparse.Namespace) -> int:
 
 def print_report(title: str, dtype: str, report, worst: int) -> None:
     """The table for people."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"parity: {title} ({dtype})")
-    table.add_column("what")
-    table.add_column("measure")
-    table.add_column("value", justify="right")
-    table.add_row("loss", "ours / recorded", f"{report.loss:.7f} / {report.expected_loss:.7f}")
-    table.add_row("", "relative deviation", f"{report.loss_rel:.2e}")
-    table.add_row("logits", "99.9 % of deviations below", f"{report.logits_abs_p999:.2e}")
-    table.add_row("", "largest deviation", f"{report.logits_abs_max:.2e}")
-    table.add_row("", "cosine", f"{report.logits_cos:.9f}")
-    table.add_row("tokens", "all logits within 1e-4", f"{report.tokens_within:.1%}")
-    for layer, deviation in sorted(report.streams.items()):
-        table.add_row(f"streams into layer {layer}", "largest deviation", f"{deviation:.2e}")
-    table.add_row("gradients", f"smallest cosine, {len(report.gradients)} tensors", f"{report.grad_cos_min:.9f}")
-    table.add_row("", "largest norm deviation", f"{report.grad_norm_rel_max:.2e}")
-    rows = sorted(report.gradients, key=lambda g: (-(g.cosine if g.cosine is not None else 1.0), g.norm_rel))
-    for row in rows[::-1][:worst]:
-        cosine = "" if row.cosine is None else f"cosine {row.cosine:.9f}, "
-        table.add_row("  " + row.name, cosine + "norm deviation", f"{row.norm_rel:.2e}")
-    console = Console()
-    console.print(table)
+    rows = [
+        ("loss", "ours / recorded", f"{report.loss:.7f} / {report.expected_loss:.7f}"),
+        ("", "relative deviation", f"{report.loss_rel:.2e}"),
+        ("logits", "99.9 % of deviations below", f"{report.logits_abs_p999:.2e}"),
+        ("", "largest deviation", f"{report.logits_abs_max:.2e}"),
+        ("", "cosine", f"{report.logits_cos:.9f}"),
+        ("tokens", "all logits within 1e-4", f"{report.tokens_within:.1%}"),
+        *(
+            (f"streams into layer {n}", "largest deviation", f"{apart:.2e}")
+            for n, apart in sorted(report.streams.items())
+        ),
+        ("gradients", f"smallest cosine, {len(report.gradients)} tensors", f"{report.grad_cos_min:.9f}"),
+        ("", "largest norm deviation", f"{report.grad_norm_rel_max:.2e}"),
+    ]
+    ordered = sorted(report.gradients, key=lambda g: (-(g.cosine if g.cosine is not None else 1.0), g.norm_rel))
+    for gradient in ordered[::-1][:worst]:
+        cosine = "" if gradient.cosine is None else f"cosine {gradient.cosine:.9f}, "
+        rows.append(("  " + gradient.name, cosine + "norm deviation", f"{gradient.norm_rel:.2e}"))
+    console = open_console()
+    console.print(f"[bold]parity: {title} ({dtype})[/bold]")
+    console.print(make_table(("what", "measure", "value"), rows, left=(0, 1)))
     for failure in report.failures:
         console.print(f"[red]out of tolerance:[/red] {failure}")
     if not report.failures:

@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_dsv41.backends.megatron.layouts import crossing_planner, stage_layers
 from megatron_dsv41.backends.megatron.settings import check_settings
+from megatron_dsv41.cli.tables import make_table, open_console
 from megatron_dsv41.experiments.communication import Stage
 from megatron_dsv41.experiments.memory import Layout
 from megatron_dsv41.experiments.planning import (
@@ -215,18 +216,14 @@ def _evenly(steps: int) -> list[int]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a file or pipe has room for whole rows
-        console = Console(highlight=False, width=140)
-    for title, table in (
+    console = open_console()
+    for title, rows in (
         ("Layers", _layer_table(report["layers"])),
         ("Parameters", _parameter_table(report)),
         (_memory_title(report["memory"]), _memory_table(report["memory"])),
     ):
         console.print(f"[bold]{title}[/bold]")
-        console.print(table)
+        console.print(rows)
         console.print()
     if "precision" in report:
         console.print(f"[bold]Linears in {report['precision']['recipe']}[/bold] ({report['precision']['needs']})")
@@ -258,17 +255,6 @@ def _print(report: dict[str, Any]) -> None:
         _print_schedule(console, report["schedule"])
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[int] = (0,)) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number in left else "right")
-    for row in rows:
-        table.add_row(*("" if value is None else str(value) for value in row))
-    return table
-
-
 def _layer_table(layers: list[dict[str, Any]]) -> Any:
     """One row per run of equal layers."""
     rows: list[list[object]] = []
@@ -290,12 +276,12 @@ def _layer_table(layers: list[dict[str, Any]]) -> Any:
             rows.append([layer["layer"], *facts])
         previous = facts
     columns = ("layer", "kind", "ratio", "KV of", "top-k of", "Engram", "pool", "crosses a cut before it", "B/token")
-    return _table(columns, rows, left=(0, 1, 5, 6, 7))
+    return make_table(columns, rows, left=(0, 1, 5, 6, 7))
 
 
 def _precision_table(linears: list[dict[str, Any]]) -> Any:
     rows = [(row["role"], row["multiplies_in"], row["inputs"], row["outputs"], row["reason"]) for row in linears]
-    return _table(("role", "multiplies in", "inputs", "outputs of a rank", "because"), rows, left=(0, 1, 4))
+    return make_table(("role", "multiplies in", "inputs", "outputs of a rank", "because"), rows, left=(0, 1, 4))
 
 
 def _cut_table(cuts: list[dict[str, Any]], interleaved: bool) -> Any:
@@ -309,7 +295,7 @@ def _cut_table(cuts: list[dict[str, Any]], interleaved: bool) -> Any:
         numbers = (f"{cut['forward']:,.0f}", f"{cut['backward']:,.0f}", padding)
         rows.append((cut["layer"], _crossing(cut), *numbers, alternative))
     columns = ("before layer", "crosses", "forward", "backward", "padding", "alternative, forward")
-    return _table(columns, rows, left=(0, 1, 5))
+    return make_table(columns, rows, left=(0, 1, 5))
 
 
 def _crossing(cut: dict[str, Any]) -> str:
@@ -327,7 +313,7 @@ def _traffic_table(stages: list[dict[str, Any]]) -> Any:
         )
         for number, stage in enumerate(stages)
     ]
-    return _table(("stage", "layers", *TRAFFIC), rows, left=(0, 1))
+    return make_table(("stage", "layers", *TRAFFIC), rows, left=(0, 1))
 
 
 def _sent(traffic: dict[str, float] | None) -> str:
@@ -348,7 +334,7 @@ def _parameter_table(report: dict[str, Any]) -> Any:
     forward, training = sum(flops["forward"].values()), sum(flops["training"].values())
     rows.append((f"FLOPs per token at {report['seq_length']}: forward", _short(forward)))
     rows.append(("forward and backward", _short(training)))
-    return _table(("kind", ""), rows)
+    return make_table(("kind", ""), rows)
 
 
 def _update_table(groups: list[dict[str, Any]]) -> Any:
@@ -366,7 +352,7 @@ def _update_table(groups: list[dict[str, Any]]) -> Any:
         for group in groups
     ]
     columns = ("parameter", "update", "decay", "lr x", "tensors", "of each, matrices", "elements", "state B/element")
-    return _table(columns, rows, left=(0, 1, 5))
+    return make_table(columns, rows, left=(0, 1, 5))
 
 
 def _phase_table(phases: list[dict[str, Any]]) -> Any:
@@ -388,7 +374,7 @@ def _phase_table(phases: list[dict[str, Any]]) -> Any:
         for phase in phases
     ]
     columns = ("phase", "steps", "tokens", "sequence x batch", "rate", "layout", "GB/rank", "changes")
-    return _table(columns, rows, left=(0, 1, 7))
+    return make_table(columns, rows, left=(0, 1, 7))
 
 
 def _memory_title(memory: dict[str, Any]) -> str:
@@ -414,7 +400,7 @@ def _memory_table(memory: dict[str, Any]) -> Any:
         found = stage | {part: stage["engram"][part] for part in ("rows", "exchange")}
         numbers = (_gigabytes(found[part]) for part in parts)
         rows.append((number, _ranges(stage["layers"]), _short(stage["parameters"]), *numbers))
-    return _table(("stage", "layers", "parameters", *parts.values()), rows, left=(0, 1))
+    return make_table(("stage", "layers", "parameters", *parts.values()), rows, left=(0, 1))
 
 
 def _owner_table(tables: list[dict[str, Any]]) -> Any:
@@ -429,7 +415,7 @@ def _owner_table(tables: list[dict[str, Any]]) -> Any:
         for table in tables
     ]
     columns = ("layer", "copies", "rows", "updated", "served", "master", "state", "of a step, at most", "total")
-    return _table(columns, rows)
+    return make_table(columns, rows)
 
 
 def _gigabytes(number: float) -> str:
@@ -462,7 +448,7 @@ def _print_schedule(console: Any, schedule: dict[str, Any]) -> None:
         f"= {schedule['tokens']:,} tokens, {schedule['flops']:.3g} FLOPs"
     )
     console.print("\n[bold]Learning rate[/bold]")
-    console.print(_table(("steps done", "next rate"), rows, left=()))
+    console.print(make_table(("steps done", "next rate"), rows, left=()))
     peak = max(schedule["curve"]) or 1.0
     bars = "".join(BARS[min(int(rate / peak * len(BARS)), len(BARS) - 1)] for rate in schedule["curve"])
     console.print(f"  {bars}")
