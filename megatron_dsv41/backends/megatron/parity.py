@@ -65,6 +65,7 @@ def start_layout(folder: str | Path, text: str, ops: dict[str, str], device: str
     ValueError for an impossible layout, for missing GPUs, and for the CPU where there are GPUs: Megatron would use
     them.
     """
+    from megatron_dsv41.backends.megatron.train import quiet
     from megatron_dsv41.testing.distributed import run_ranks
 
     layout = parse_layout(text)
@@ -74,17 +75,20 @@ def start_layout(folder: str | Path, text: str, ops: dict[str, str], device: str
         raise ValueError("--layout with --device cpu where there are GPUs: hide them with CUDA_VISIBLE_DEVICES=")
     if device == "cuda" and (missing := missing_gpus(size, gpus)):
         raise ValueError(f"--layout {text} {missing}")
-    results = run_ranks(run_layouts, size, folder, [text], ops, timeout=3600.0, device=device)
+    with quiet(False):  # reading results imports Megatron here, too
+        results = run_ranks(run_layouts, size, folder, [text], ops, timeout=3600.0, device=device)
     return results[0][0]
 
 
 def run_layouts(folder: str | Path, texts: list[str], ops: dict[str, str] | None = None) -> list[Results | None]:
     """On every rank of a started world: one case in several layouts; the results on rank 0, None elsewhere."""
     from megatron_dsv41.backends.megatron import launch
+    from megatron_dsv41.backends.megatron.train import quiet
 
     found = []
     for text in texts:
-        found.append(run_layout(folder, text, ops or {}))
+        with quiet(False):
+            found.append(run_layout(folder, text, ops or {}))
         launch.destroy_groups()
     return found
 

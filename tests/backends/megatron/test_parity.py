@@ -1,6 +1,8 @@
 """Every layout computes what the independent implementation computed, outputs and gradients."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,15 @@ def test_packed_and_odd_in_every_layout(case, record_property):
 def test_command_starts_the_processes_itself(capsys):
     assert main(["parity", str(CASES / "text_fp32"), "--layout", "tp=2,pp=2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["ok"] is True
+
+
+@pytest.mark.ranks(2)
+def test_command_prints_nothing_of_megatrons():
+    """As a process that nothing was imported into before."""
+    command = [sys.executable, "-m", "megatron_dsv41", "parity", str(CASES / "text_fp32"), "--layout", "pp=2"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert told.stdout.split("\n")[0].strip() == "parity: text_fp32, pp=2 (float32)"
+    assert told.stdout.endswith("within tolerance\n") and told.stderr == ""
 
 
 @pytest.mark.parametrize(
