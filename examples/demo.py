@@ -57,7 +57,7 @@ def main() -> None:
 
     say("4/6  Resume from the last complete checkpoint")
     before = read_losses()
-    subprocess.run(train_command(processes, overrides), check=True)
+    step(train_command(processes, overrides))
     after = read_losses()
 
     say("5/6  Export as a Hugging Face folder")
@@ -80,7 +80,13 @@ def main() -> None:
 def command(*arguments: object) -> None:
     """One `dsv41` command."""
     print(f"$ dsv41 {' '.join(map(str, arguments))}", flush=True)
-    subprocess.run([*DSV41, *map(str, arguments)], check=True)
+    step([*DSV41, *map(str, arguments)])
+
+
+def step(words: list[str]) -> None:
+    """Run a process that says itself what is wrong; ends the demo where it fails."""
+    if status := subprocess.run(words).returncode:
+        sys.exit(f"make demo: the step above ended with status {status}; what is there so far lies in {DEMO}/")
 
 
 def process_count() -> int:

@@ -13,6 +13,8 @@ from megatron_dsv41.run_config import load_run
 
 def main() -> int:
     """Train one rank of the run that the arguments describe."""
+    if not sys.argv[1:]:
+        sys.exit(__doc__)
     path, *overrides = sys.argv[1:]
     return train(load_run(path, overrides))
 

@@ -13,6 +13,14 @@ from megatron_dsv41.run_config import load_run
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
 def test_run_files_can_be_planned(path, capsys):
     run = load_run(path)
@@ -30,15 +38,24 @@ def test_the_demo_has_every_mechanism_alive():
 
 
 def test_quickstart_learns(capsys):
-    spec = importlib.util.spec_from_file_location("quickstart", EXAMPLES / "quickstart.py")
-    assert spec is not None and spec.loader is not None
-    quickstart = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(quickstart)
+    quickstart = example("quickstart")
     quickstart.STEPS = 5
     quickstart.main()
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_demo_ends_where_a_step_fails(capfd):
+    with pytest.raises(SystemExit, match="the step above ended with status 2"):
+        example("demo").command("plan", EXAMPLES / "demo.yaml", "train.stepz=1")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_pretrain_alone_says_how_it_is_started(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["pretrain.py"])
+    with pytest.raises(SystemExit, match="torchrun --nproc-per-node=8 examples/pretrain.py"):
+        example("pretrain").main()
 
 
 @pytest.mark.parametrize(
