@@ -180,7 +180,7 @@ def parse() -> argparse.Namespace:
         "--limit", type=float, default=120.0, help="seconds for a layout, thrice for a first (default 120)"
     )
     parser.add_argument("--gib", type=float, default=139.0, help="memory of a GPU: what needs more is left out")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default cuda)")
     parser.add_argument("--out", type=Path, default=Path("bench-layouts"))
     parser.add_argument("--traces", type=Path, help="keep the profiler's files here")
     args = parser.parse_args()

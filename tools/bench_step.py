@@ -25,6 +25,7 @@ import yaml
 from torch.utils.checkpoint import checkpoint
 
 from megatron_dsv41.backends.te.machine import low_precision
+from megatron_dsv41.cli.devices import check_device
 from megatron_dsv41.config import DSV41Config
 from megatron_dsv41.experiments.flops import count_parameters, flops_per_token
 from megatron_dsv41.experiments.memory import Layout, memory_per_rank
@@ -56,9 +57,10 @@ def main() -> None:
     parser.add_argument("--recompute", choices=("none", "block"), default="none", help="(default none)")
     parser.add_argument("--gradients", choices=("new", "added"), default="added", help="(default added)")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda", help="(default cuda)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    check_device(args.device)
     choice = read_choice(args.ops or ([FASTEST] if args.device == "cuda" else []))
     changes = {key: yaml.safe_load(value) for key, value in (entry.split("=", 1) for entry in args.model)}
     step = Step(

@@ -60,6 +60,13 @@ def test_layouts_are_measured_and_one_that_fails_is_named(monkeypatch, tmp_path)
     assert len(list((tmp_path / "traces").glob("*.trace.json.gz"))) == 5
 
 
+def test_a_machine_without_gpus_is_not_filled_with_the_proxy_model(monkeypatch):
+    monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["bench_layouts.py", "2"])
+    with pytest.raises(SystemExit, match="needs 2 GPUs, this machine has 0"):
+        bench.parse()
+
+
 def test_what_cannot_be_or_does_not_fit_is_left_out(monkeypatch, tmp_path):
     status, results, _ = run(monkeypatch, tmp_path, "--layouts", "cp=2", "--gib", "0.0001", "--set", "train.seed=2")
     assert status == 1 and results["layouts"] == {}
