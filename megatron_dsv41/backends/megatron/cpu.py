@@ -72,19 +72,24 @@ class _CudaToCpu(TorchFunctionMode):
     """Rewrites the device arguments of torch functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
-            return args[0]
+        if func in _MOVING:
+            if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+                return args[0]
+            if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+                args = (args[0], CPU, *args[2:])
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                name = func(*args)
+                return name if name.startswith("torch.cuda") else name.replace("torch.", "torch.cuda.", 1)
+        if not kwargs:  # most calls: every one of a step passes here
+            return func(*args)
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": CPU}
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            name = func(*args)
-            return name if name.startswith("torch.cuda") else name.replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
+
+
+_MOVING = {torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type}
 
 
 def _is_cuda(device: Any) -> bool:
