@@ -77,7 +77,7 @@ def encode_float8(
     bits = (amax * INVERSE).to(tl.int32, bitcast=True)
     scale = tl.where(amax == 0, 127, (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32))
     value = value * _power_of_two((254 - scale) & 0xFF)[:, :, None]
-    value = tl.where(value > LARGEST, LARGEST, tl.where(value < -LARGEST, -LARGEST, value))  # NaN stays
+    value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     value = tl.reshape(value, [BLOCK_R, BLOCK_D])
     data = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     start = row * (DIM + DIM // SCALED)

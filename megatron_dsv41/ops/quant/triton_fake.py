@@ -28,13 +28,6 @@ def _on_grid(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
 
 
 @triton.jit
-def _clamp(x, LIMIT: tl.constexpr):
-    """Between -LIMIT and LIMIT. NaN stays."""
-    x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def _power_of_two(amax, INVERSE: tl.constexpr):
     bits = (amax * INVERSE).to(tl.int32, bitcast=True)
     return (((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)) << 23).to(tl.float32, bitcast=True)
@@ -50,14 +43,14 @@ def _fake(x_ptr, out_ptr, num_blocks, FORMAT: tl.constexpr, BLOCK: tl.constexpr,
     amax = tl.max(tl.abs(x), axis=1)
     if FORMAT == "fp8":
         scale = _power_of_two(tl.maximum(amax, 1e-4), 1 / 448)[:, None]
-        value = _on_grid(_clamp(tl.div_rn(x, scale), 448.0), 3, -6)
+        value = _on_grid(tl.clamp(tl.div_rn(x, scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL), 3, -6)
     else:
         if FORMAT == "mxfp4":
             scale = _power_of_two(tl.maximum(amax, 6 * 2.0**-126), 1 / 6)[:, None]
         else:
             step = tl.div_rn(tl.maximum(amax, 6 * 2.0**-9), tl.full([ROWS], 6.0, tl.float32))
             scale = _on_grid(tl.minimum(step, 448.0), 3, -6)[:, None]
-        value = _on_grid(_clamp(tl.div_rn(x, scale), 6.0), 1, 0)
+        value = _on_grid(tl.clamp(tl.div_rn(x, scale), -6.0, 6.0, propagate_nan=tl.PropagateNan.ALL), 1, 0)
     tl.store(out_ptr + at, (value * scale).to(out_ptr.dtype.element_ty), mask=live)
 
 

@@ -17,12 +17,6 @@ from megatron_dsv41.ops.triton_checks import check_tensors
 
 
 @triton.jit
-def _clamp(x, low, high):
-    """NaN stays."""
-    return tl.where(x > high, high, tl.where(x < low, low, x))
-
-
-@triton.jit
 def _forward(
     gate_ptr, up_ptr, weight_ptr, out_ptr, gate_stride, up_stride, size, limit,
     WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
@@ -32,9 +26,9 @@ def _forward(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < size
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    gate = _clamp(gate, -float("inf"), limit)
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
     up = tl.load(up_ptr + row * up_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    hidden = gate * tl.sigmoid(gate) * _clamp(up, -limit, limit)
+    hidden = gate * tl.sigmoid(gate) * tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     if WEIGHTED:
         hidden *= tl.load(weight_ptr + row)
     tl.store(out_ptr + row * size + cols, hidden.to(out_ptr.dtype.element_ty), mask=inside)
@@ -57,7 +51,8 @@ def _backward(
         raw_gate = tl.load(gate_ptr + row * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
         raw_up = tl.load(up_ptr + row * up_stride + cols, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + row * size + cols, mask=inside, other=0.0).to(tl.float32)
-        gate, up = _clamp(raw_gate, -float("inf"), limit), _clamp(raw_up, -limit, limit)
+        gate = tl.minimum(raw_gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(raw_up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
         slope = tl.sigmoid(gate)
         silu = gate * slope
         of_weight += grad * silu * up
