@@ -33,15 +33,13 @@ def compile_kernel(
     signature, aligned = {}, {}
     for place, argument in enumerate(kernel.arg_names):
         name = argument.removesuffix("_ptr")
-        multiple: list[str] = []
         if argument in constants:
-            signature[argument] = "constexpr"
-        elif name == argument:
-            signature[argument], *multiple = types.get(name, "i32").split(":")
+            stated = "constexpr"
         else:
-            signature[argument], multiple = f"*{types[name]}", ["16"]
+            stated = types.get(name, "i32") if name == argument else f"*{types[name]}:16"
+        signature[argument], _, multiple = stated.partition(":")
         if multiple:
-            aligned[(place,)] = [["tt.divisibility", int(multiple[0])]]
+            aligned[(place,)] = [["tt.divisibility", int(multiple)]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     compiled = triton.compile(
         ASTSource(kernel, signature, places, aligned),

@@ -107,9 +107,8 @@ def _record_start(run: Run, weights: Path | None) -> None:
     """
     record = StartRecord.of(weights)
     if run.checkpoint.export_interval is not None and weights is not None:
-        check_origin(
-            record.origin, weights.parent
-        )  # of the run whose checkpoint it is; any other folder is its own origin
+        # Of the run whose checkpoint it is; any other folder is its own origin.
+        check_origin(record.origin, weights.parent)
     if run.checkpoint.export_storage == "source" and record.origin is None:
         raise ValueError(
             f"checkpoint.export_storage source keeps the storage of what train.init_from {run.train.init_from} was "
